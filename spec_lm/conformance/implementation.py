@@ -1,0 +1,307 @@
+"""From "path/to/adapters.py", "package.module", "package.module:thing" or "softmax=torch:softmax" to operators."""
+
+import importlib
+import importlib.util
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from spec_lm.conformance.clause import nearest
+from spec_lm.conformance.operators import OPERATORS, Operator
+
+BUILT_IN = "spec_lm.reference.adapters"
+_PROJECT_MARKS = ("pyproject.toml", "setup.py", "setup.cfg", ".git")
+
+
+class ImplementationError(Exception):
+    """An implementation cannot be loaded; the text says why and what to try."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """What is checked: functions of the plain signatures, by operator.
+
+    Args:
+        name: as the user wrote it.
+        functions: those that are provided.
+        conventions: legitimate choices it declares.
+        supports: the part of the domain it declares.
+    """
+
+    name: str
+    functions: Mapping[str, Callable[..., Any]]
+    conventions: Mapping[str, str] = field(default_factory=dict)
+    supports: Mapping[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def loaded(spec: Any) -> Iterator[Implementation]:
+    """The implementation that a path, a module name, `operator=module:function` pairs or a live object stand for.
+
+    Its folder and its project's root are importable inside the block; afterwards sys.path and the modules that came from
+    them are as they were, so that two files of one name can be checked in one process.
+
+    Args:
+        spec: text as on the command line, a sequence of pairs, a path, a module, a mapping or any object with functions.
+
+    Raises:
+        ImplementationError: it cannot be imported, or provides no operator.
+    """
+    if isinstance(spec, tuple | list):
+        yield _from_pairs([str(pair) for pair in spec])
+    elif isinstance(spec, Path) or (isinstance(spec, str) and _is_path(spec)):
+        with _importable(_existing(spec)) as module:
+            yield from_object(module, str(spec))
+    elif isinstance(spec, str) and "=" in spec:
+        yield _from_pairs([spec])
+    elif isinstance(spec, str):
+        with _folders_on_path([Path.cwd()]):
+            yield from_object(_resolve(spec), spec)
+    else:
+        yield spec if isinstance(spec, Implementation) else from_object(spec, _name_of(spec))
+
+
+def from_object(thing: Any, name: str) -> Implementation:
+    """The operators of a module, a mapping or an object: run_* of the adapter interface, or the plain names.
+
+    Raises:
+        ImplementationError: there is none.
+    """
+    get = thing.get if isinstance(thing, Mapping) else lambda key, default=None: getattr(thing, key, default)
+    functions = {}
+    for operator in OPERATORS.values():
+        if callable(function := get(operator.run_name)):
+            functions[operator.name] = through_adapter(operator, function)
+        elif callable(function := get(operator.name)):
+            functions[operator.name] = function
+    if not functions:
+        raise ImplementationError(
+            f"{name} provides no operator: expected functions named {', '.join(list(OPERATORS)[:3])}, .. or "
+            f"run_softmax, run_silu, ..; `spec-lm clauses` lists the operators"
+        )
+    return Implementation(name, functions, get("spec_lm_conventions") or {}, get("spec_lm_supports") or {})
+
+
+def through_adapter(operator: Operator, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A run_* function of the adapter interface as one of the plain signature."""
+
+    def plain(*arguments: Any) -> Any:
+        positional, named = operator.adapter(*arguments)
+        return run(*positional, **named)
+
+    plain.__name__ = operator.run_name
+    return plain
+
+
+def _name_of(thing: Any) -> str:
+    if isinstance(thing, ModuleType):
+        return thing.__name__
+    return ", ".join(map(str, thing)) if isinstance(thing, Mapping) else type(thing).__qualname__
+
+
+def _is_path(spec: str) -> bool:
+    return "=" not in spec and (spec.endswith(".py") or "/" in spec or "\\" in spec)
+
+
+def _existing(spec: str | Path) -> Path:
+    path = Path(spec).expanduser()
+    if path.is_dir() and (path / "adapters.py").is_file():
+        path = path / "adapters.py"
+    if not path.is_file():
+        raise ImplementationError(f"there is no file {spec}; give the path of a Python file, seen from {Path.cwd()}")
+    return path.resolve()
+
+
+def _from_pairs(pairs: list[str]) -> Implementation:
+    functions = {}
+    for pair in pairs:
+        name, _, target = pair.partition("=")
+        name = name.strip().removeprefix("run_")
+        if name not in OPERATORS:
+            raise ImplementationError(f"{pair}: no operator is named {name}{nearest(name, list(OPERATORS))}")
+        with _folders_on_path([Path.cwd()], keep=True):
+            function = _resolve(target)
+        if not callable(function):
+            raise ImplementationError(f"{pair}: {target} is a {type(function).__name__}, expected a function")
+        is_adapter = target.rpartition(":")[2].rpartition(".")[2] == OPERATORS[name].run_name
+        functions[name] = through_adapter(OPERATORS[name], function) if is_adapter else function
+    return Implementation(" ".join(pairs), functions)
+
+
+def _resolve(target: str) -> Any:
+    """The module, or "module:attribute", that text names."""
+    module_name, _, attribute = target.partition(":")
+    thing = _import(lambda: importlib.import_module(module_name), target)
+    for part in filter(None, attribute.split(".")):
+        if not hasattr(thing, part):
+            known = [name for name in dir(thing) if not name.startswith("_")]
+            raise ImplementationError(f"{target}: {module_name} has no attribute {part}{nearest(part, known)}")
+        thing = getattr(thing, part)
+    return thing
+
+
+def _import(load: Callable[[], Any], what: str) -> Any:
+    """Load it; whatever it raises becomes an error that says why and what to try."""
+    try:
+        return load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ImplementationError(f"{what} cannot be imported: {reason}; {_mend(error, what)}") from error
+
+
+def _mend(error: BaseException, what: str) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        top = error.name.split(".")[0]
+        if what.split(":")[0].split(".")[0] == top:
+            return f"is {top} installed in {sys.prefix}, or a path to a file meant (path/to/adapters.py)?"
+        return f"install {top} into {sys.prefix}, or run spec-lm in the project's own environment"
+    if isinstance(error, SyntaxError):
+        return f"does it need another Python than {sys.version_info.major}.{sys.version_info.minor}?"
+    return f"try `python -c 'import runpy; runpy.run_path({what!r})'` for the whole traceback"
+
+
+# ------------------------------------------------------------------------------------------------ files and their project
+
+
+@contextmanager
+def _importable(path: Path) -> Iterator[ModuleType]:
+    """The module of a file, with its folder and its project's root on sys.path inside the block."""
+    root = _project_root(path)
+    package = _package_of(path)
+    folders = [package[0] if package else path.parent, path.parent, root, root / "src"]
+    with _folders_on_path([folder for folder in folders if folder.is_dir()]), _own_metadata(root):
+        yield _import(lambda: _module_of(path, package), str(path))
+
+
+def _project_root(path: Path) -> Path:
+    """The nearest enclosing folder that looks like a project's; else the file's own."""
+    for folder in path.parents:
+        if any((folder / mark).exists() for mark in _PROJECT_MARKS):
+            return folder
+    return path.parent
+
+
+def _package_of(path: Path) -> tuple[Path, str] | None:
+    """The folder above the file's outermost package and its dotted name, where the file is part of one.
+
+    A file with relative imports is part of its folder, with or without an `__init__.py`.
+    """
+    folder, names = path.parent, [path.stem]
+    relative = re.search(r"^\s*from\s+\.", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    if relative and not (folder / "__init__.py").exists():
+        return folder.parent, f"{folder.name}.{path.stem}"
+    while (folder / "__init__.py").exists() and folder.parent != folder:
+        names.insert(0, folder.name)
+        folder = folder.parent
+    return (folder, ".".join(names)) if len(names) > 1 else None
+
+
+def _module_of(path: Path, package: tuple[Path, str] | None) -> ModuleType:
+    if package:
+        return importlib.import_module(package[1])
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _folders_on_path(folders: list[Path], keep: bool = False) -> Iterator[None]:
+    """sys.path begins with the folders inside the block; afterwards it, and their modules, are as they were.
+
+    Modules of the same names that came from elsewhere (another project's `tests`) are out of the way meanwhile.
+    """
+    inside = [str(folder) for folder in dict.fromkeys(folders)]
+    path_before, modules_before = list(sys.path), dict(sys.modules)
+    if not keep:
+        for name in _shadowing(folders):
+            del sys.modules[name]
+    sys.path[:0] = inside
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path[:] = path_before
+        if not keep:
+            for name in [n for n, m in sys.modules.items() if n not in modules_before and _lies_in(m, inside)]:
+                del sys.modules[name]
+            sys.modules.update(modules_before)
+
+
+def _shadowing(folders: list[Path]) -> list[str]:
+    """Loaded modules, not from these folders, that bear the name of a module or package lying in them."""
+    inside = [str(folder) for folder in folders]
+    own = {
+        entry.stem
+        for folder in folders
+        for entry in folder.iterdir()
+        if entry.suffix == ".py" or (entry / "__init__.py").is_file()
+    }
+    own -= set(sys.stdlib_module_names) | {"spec_lm"}
+    return [name for name, module in sys.modules.items() if name.split(".")[0] in own and not _lies_in(module, inside)]
+
+
+def _lies_in(module: Any, folders: list[str]) -> bool:
+    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", None) or []), None)
+    if not isinstance(file, str) or "site-packages" in file or module.__name__.split(".")[0] == "spec_lm":
+        return False
+    return any(Path(file).is_relative_to(folder) for folder in folders)
+
+
+class _OwnDistribution(Distribution):
+    """Stands in for the metadata of a project that is checked without being installed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def read_text(self, filename: str) -> str | None:
+        return f"Metadata-Version: 2.1\nName: {self._name}\nVersion: 0\n" if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(path)
+
+
+class _OwnDistributionFinder(DistributionFinder):
+    """Answers for the project's own names after every installed distribution was asked."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._names = {_normalized(name) for name in names}
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        return None
+
+    def find_distributions(self, context: DistributionFinder.Context = DistributionFinder.Context()) -> Any:  # noqa: B008
+        if context.name and _normalized(context.name) in self._names:
+            yield _OwnDistribution(context.name)
+
+
+def _normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@contextmanager
+def _own_metadata(root: Path) -> Iterator[None]:
+    """`importlib.metadata.version` of the project's own packages answers inside the block, installed or not."""
+    names = {folder.name for base in (root, root / "src") if base.is_dir() for folder in base.iterdir() if folder.is_dir()}
+    try:
+        names.add(tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # no project table to read: its folders' names must do
+    finder = _OwnDistributionFinder(names)
+    sys.meta_path.append(finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)

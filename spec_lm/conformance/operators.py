@@ -1,0 +1,289 @@
+"""The twelve operators: how each is called, what it returns, and an implementation's operator as a clause sees it."""
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lm.conformance.bounds import bounded
+from spec_lm.conformance.tolerance import Evidence, Output, Raised, Violation
+
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One building block of the model and its two interfaces.
+
+    Args:
+        name: in the field's words; `run_` + name is the adapter interface's function.
+        parameters: of the plain signature, in order.
+        shape: of the result, from the plain arguments.
+        adapter: the adapter interface's arguments, positional and keyword, from the plain ones.
+        optional: parameters that may be left out (mask, positions).
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    shape: Callable[..., tuple[int, ...]]
+    adapter: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
+    optional: tuple[str, ...] = ()
+
+    @property
+    def run_name(self) -> str:
+        return f"run_{self.name}"
+
+
+def _projections(w_q: Tensor, w_k: Tensor, w_v: Tensor, w_o: Tensor) -> dict[str, Tensor]:
+    return {"q_proj_weight": w_q, "k_proj_weight": w_k, "v_proj_weight": w_v, "o_proj_weight": w_o}
+
+
+def _run_softmax(x, dim):
+    return (x,), {"dim": dim}
+
+
+def _run_silu(x):
+    return (x,), {}
+
+
+def _run_linear(x, weight):
+    return (), {"d_in": weight.shape[1], "d_out": weight.shape[0], "weights": weight, "in_features": x}
+
+
+def _run_embedding(token_ids, weight):
+    return (), {"vocab_size": weight.shape[0], "d_model": weight.shape[1], "weights": weight, "token_ids": token_ids}
+
+
+def _run_rmsnorm(x, gain, eps):
+    return (), {"d_model": gain.shape[0], "eps": eps, "weights": gain, "in_features": x}
+
+
+def _run_swiglu(x, w1, w2, w3):
+    sizes = {"d_model": w1.shape[1], "d_ff": w1.shape[0]}
+    return (), sizes | {"w1_weight": w1, "w2_weight": w2, "w3_weight": w3, "in_features": x}
+
+
+def _run_rope(x, positions, theta, max_seq_len):
+    named = {"theta": theta, "max_seq_len": max_seq_len, "in_query_or_key": x, "token_positions": positions}
+    return (x.shape[-1],), named
+
+
+def _run_attention(query, key, value, mask=None):
+    return (), {"Q": query, "K": key, "V": value} | ({} if mask is None else {"mask": mask})
+
+
+def _run_mha(x, w_q, w_k, w_v, w_o, num_heads):
+    sizes = {"d_model": w_q.shape[1], "num_heads": num_heads}
+    return (), sizes | _projections(w_q, w_k, w_v, w_o) | {"in_features": x}
+
+
+def _run_mha_with_rope(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len, positions=None):
+    sizes = {"d_model": w_q.shape[1], "num_heads": num_heads, "max_seq_len": max_seq_len, "theta": theta}
+    given = {} if positions is None else {"token_positions": positions}
+    return (), sizes | _projections(w_q, w_k, w_v, w_o) | {"in_features": x} | given
+
+
+def _run_block(x, weights, num_heads, theta, max_seq_len):
+    sizes = {"d_model": x.shape[-1], "num_heads": num_heads, "d_ff": weights["ffn.w1.weight"].shape[0]}
+    return (), sizes | {"max_seq_len": max_seq_len, "theta": theta, "weights": weights, "in_features": x}
+
+
+def _run_lm(token_ids, weights, num_heads, theta, context_length):
+    vocab_size, d_model = weights["token_embeddings.weight"].shape
+    layers = {name.split(".")[1] for name in weights if name.startswith("layers.")}
+    d_ff = weights["layers.0.ffn.w1.weight"].shape[0] if layers else 4 * d_model
+    sizes = {"vocab_size": vocab_size, "context_length": context_length, "d_model": d_model, "num_layers": len(layers)}
+    rest = {"num_heads": num_heads, "d_ff": d_ff, "rope_theta": theta, "weights": weights, "in_indices": token_ids}
+    return (), sizes | rest
+
+
+def _like_first(x, *rest):
+    return tuple(x.shape)
+
+
+def _rows_of_last(x, *weights):
+    return (*x.shape[:-1], weights[-1].shape[0])
+
+
+_ATTENTION_WEIGHTS = ("w_q", "w_k", "w_v", "w_o")
+OPERATORS: dict[str, Operator] = {
+    operator.name: operator
+    for operator in (
+        Operator("softmax", ("x", "dim"), _like_first, _run_softmax),
+        Operator("silu", ("x",), _like_first, _run_silu),
+        Operator("linear", ("x", "weight"), _rows_of_last, _run_linear),
+        Operator("embedding", ("token_ids", "weight"), lambda ids, w: (*ids.shape, w.shape[1]), _run_embedding),
+        Operator("rmsnorm", ("x", "gain", "eps"), _like_first, _run_rmsnorm),
+        Operator("swiglu", ("x", "w1", "w2", "w3"), lambda x, w1, w2, w3: _rows_of_last(x, w2), _run_swiglu),
+        Operator("rope", ("x", "positions", "theta", "max_seq_len"), _like_first, _run_rope),
+        Operator(
+            "scaled_dot_product_attention",
+            ("query", "key", "value", "mask"),
+            lambda q, k, v, mask=None: (*q.shape[:-1], v.shape[-1]),
+            _run_attention,
+            optional=("mask",),
+        ),
+        Operator(
+            "multihead_self_attention",
+            ("x", *_ATTENTION_WEIGHTS, "num_heads"),
+            lambda x, q, k, v, o, heads: _rows_of_last(x, o),
+            _run_mha,
+        ),
+        Operator(
+            "multihead_self_attention_with_rope",
+            ("x", *_ATTENTION_WEIGHTS, "num_heads", "theta", "max_seq_len", "positions"),
+            lambda x, q, k, v, o, *rest: _rows_of_last(x, o),
+            _run_mha_with_rope,
+            optional=("positions",),
+        ),
+        Operator(
+            "transformer_block", ("x", "weights", "num_heads", "theta", "max_seq_len"), _like_first, _run_block
+        ),
+        Operator(
+            "transformer_lm",
+            ("token_ids", "weights", "num_heads", "theta", "context_length"),
+            lambda ids, weights, *rest: (*ids.shape, weights["lm_head.weight"].shape[0]),
+            _run_lm,
+        ),
+    )
+}
+
+
+def fresh(value: Any, device: str = "cpu") -> Any:
+    """A copy that shares no memory with the original and keeps its strides, its offset and what is expanded."""
+    if isinstance(value, Tensor):
+        if value.device.type != torch.device(device).type:
+            return fresh(value).to(device)
+        if value.is_contiguous() and value.storage_offset() == 0:
+            return value.detach().clone()
+        storage = value.detach().untyped_storage().clone()
+        return value.new_empty(0).set_(storage, value.storage_offset(), value.shape, value.stride())
+    if isinstance(value, Mapping):
+        return {name: fresh(item, device) for name, item in value.items()}
+    return value
+
+
+def unchanged(handed: Sequence[Any], given: Sequence[Any], names: Sequence[str]) -> None:
+    """What was handed to an implementation is afterwards bit for bit what was given.
+
+    Raises:
+        Violation: names the argument that changed.
+    """
+    for name, after, before in zip(names, handed, given, strict=False):
+        if isinstance(before, Mapping):
+            if list(after) != list(before):
+                raise Violation(f"it changed the keys of its argument {name}", kind=f"changed {name}")
+            unchanged(list(after.values()), list(before.values()), [f"{name}[{key!r}]" for key in before])
+        elif isinstance(before, Tensor) and not _same_bits(after.cpu(), before):
+            raise Violation(f"it changed its argument {name}", kind="changed", evidence=Evidence(after.cpu(), before))
+
+
+def _same_bits(after: Tensor, before: Tensor) -> bool:
+    if after.shape != before.shape or after.dtype != before.dtype:
+        return False
+    return torch.equal(after.nan_to_num(), before.nan_to_num())
+
+
+def to_numpy(value: Any) -> Any:
+    """Arguments as the oracle takes them: float64, integer and boolean arrays; dicts of them; the rest as it is."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        return (value.double() if value.is_floating_point() else value).numpy()
+    if isinstance(value, Mapping):
+        return {name: to_numpy(item) for name, item in value.items()}
+    return value
+
+
+def result_dtype(arguments: Sequence[Any]) -> torch.dtype:
+    """The dtype a result must have: that of the first floating-point tensor among the arguments."""
+    for value in arguments:
+        for tensor in value.values() if isinstance(value, Mapping) else [value]:
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                return tensor.dtype
+    raise TypeError("no floating-point tensor among the arguments")
+
+
+@dataclass
+class Checked:
+    """An implementation's operator as a clause calls it.
+
+    Each call hands over fresh copies; what is raised becomes a violation; the result's type, shape, dtype and device are
+    judged before its values; and the output carries the error its operator may have on those inputs.
+
+    Args:
+        operator: which one.
+        function: of the plain signature.
+        conventions: declared by the implementation; the oracle follows them.
+        observe: told every err/bound.
+        device: where the arguments lie; outputs come back to the CPU.
+        handed: the copies of the last call, as the implementation left them.
+    """
+
+    operator: Operator
+    function: Callable[..., Any]
+    conventions: Mapping[str, str] = field(default_factory=dict)
+    observe: Callable[[float], None] = lambda ratio: None
+    device: str = "cpu"
+    handed: tuple[Any, ...] = ()
+
+    def __call__(self, *arguments: Any) -> Output:
+        """Call it.
+
+        Raises:
+            Raised: the implementation raised.
+            Violation: it returned something that is not the result's type, shape, dtype or device.
+        """
+        self.handed = tuple(fresh(value, self.device) for value in arguments)
+        result = self._called()
+        self._judge(result, arguments)
+        return Output(result, lambda: self._error(arguments), self.observe)
+
+    def exact(self, *arguments: Any) -> Tensor:
+        """The oracle's float64 values on the same inputs."""
+        return torch.from_numpy(self._bounded(arguments)[0])
+
+    def _called(self) -> Any:
+        given = self.handed[:-1] if self.operator.optional and self.handed[-1] is None else self.handed
+        try:
+            return self.function(*given)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as exception:
+            raise Raised(exception, _where(exception)) from exception
+
+    def _judge(self, result: Any, arguments: tuple[Any, ...]) -> None:
+        if not isinstance(result, Tensor):
+            raise Violation(f"returned {_kind_of(result)}, expected a torch.Tensor", kind="type")
+        given = arguments[:-1] if self.operator.optional and arguments[-1] is None else arguments
+        shape, dtype = self.operator.shape(*given), result_dtype(arguments)
+        if tuple(result.shape) != shape:
+            raise Violation(f"returned shape {tuple(result.shape)}, expected {shape}", kind="shape")
+        if result.dtype != dtype:
+            raise Violation(f"returned {result.dtype}, expected {dtype}, the dtype of its input", kind="dtype")
+        device = next(value.device for value in self.handed if isinstance(value, Tensor))
+        if result.device.type != device.type:
+            raise Violation(f"returned a tensor on {result.device}, expected {device}", kind="device")
+
+    def _bounded(self, arguments: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
+        dtype = str(result_dtype(arguments)).removeprefix("torch.")
+        return bounded(self.operator.name, tuple(to_numpy(a) for a in arguments), dtype, self.conventions)
+
+    def _error(self, arguments: tuple[Any, ...]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(self._bounded(arguments)[1]))
+
+
+def _kind_of(result: Any) -> str:
+    return "None" if result is None else f"a {type(result).__module__}.{type(result).__qualname__}"
+
+
+def _where(exception: BaseException) -> str:
+    """The innermost line of the exception's own traceback, without the folder."""
+    frames = traceback.extract_tb(exception.__traceback__)
+    if len(frames) < 2:
+        return ""
+    last = frames[-1]
+    return f" ({last.filename.rsplit('/', 1)[-1]}:{last.lineno})"

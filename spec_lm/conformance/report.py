@@ -1,0 +1,184 @@
+"""What a check came to: outcomes, the report, and its file (JSON Lines: header, one outcome a line, footer)."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+Status = Literal["holds", "fails", "waived", "absent", "not_judged", "error"]
+STATUSES: tuple[Status, ...] = ("holds", "fails", "waived", "absent", "not_judged", "error")
+
+
+class ReportError(Exception):
+    """A report file cannot be read; the text says which line, and why."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one clause came to.
+
+    Args:
+        outcome: holds, fails, waived, absent, not_judged or error.
+        message: what was seen, or the reason.
+        counterexample: the recipes of the smallest failing input, and its values up to 64 numbers each.
+        evidence: got and expected around the worst entry, its index, error and bound.
+        examples: how many were judged before the first failure.
+        worst: the largest err/bound of all comparisons up to the first failure.
+        reached: how many examples lay in each required partition.
+    """
+
+    clause: str
+    operator: str
+    level: str
+    outcome: Status
+    message: str = ""
+    sentence: str = ""
+    counterexample: dict[str, Any] | None = None
+    evidence: dict[str, Any] | None = None
+    examples: int = 0
+    seconds: float = 0.0
+    worst: float = 0.0
+    reached: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Report:
+    """All outcomes of one check of one implementation.
+
+    Args:
+        header: implementation, versions, device, dtype, seed, examples, level, spec version.
+        outcomes: one a clause, in the order they came.
+        required: operators whose absence fails the check ("all" stands for every one).
+        complete: False where the check was interrupted.
+    """
+
+    header: dict[str, Any]
+    outcomes: tuple[Outcome, ...]
+    required: tuple[str, ...] = ()
+    complete: bool = True
+
+    def __iter__(self) -> Iterator[Outcome]:
+        return iter(self.outcomes)
+
+    def __getitem__(self, clause_id: str) -> Outcome:
+        for outcome in self.outcomes:
+            if outcome.clause == clause_id:
+                return outcome
+        raise KeyError(f"{clause_id} was not run; the report holds {len(self.outcomes)} clauses")
+
+    def of(self, *statuses: Status) -> list[Outcome]:
+        """The outcomes that are one of these."""
+        return [outcome for outcome in self.outcomes if outcome.outcome in statuses]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many clauses came to each outcome."""
+        found = Counter(outcome.outcome for outcome in self.outcomes)
+        return {status: found[status] for status in STATUSES}
+
+    @property
+    def absent(self) -> list[str]:
+        """The operators that are not provided."""
+        return list(dict.fromkeys(outcome.operator for outcome in self.of("absent")))
+
+    @property
+    def missing(self) -> list[str]:
+        """The required operators that are not provided."""
+        required = self.absent if "all" in self.required else self.required
+        return [operator for operator in self.absent if operator in required]
+
+    @property
+    def provided(self) -> bool:
+        """Whether at least one operator is there to check."""
+        return any(outcome.outcome != "absent" for outcome in self.outcomes)
+
+    @property
+    def conforms(self) -> bool:
+        """Whether nothing failed and nothing that is required is missing."""
+        return self.exit_code == 0
+
+    @property
+    def exit_code(self) -> int:
+        """1 where a clause fails; else 2 where one could not be run or what is required is missing; else 0."""
+        if self.of("fails"):
+            return 1
+        return 2 if self.of("error") or self.missing or not self.provided or not self.complete else 0
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """The lines of its file: header, outcomes, footer."""
+        yield {"kind": "header", **self.header}
+        for outcome in self.outcomes:
+            yield outcome_line(outcome)
+        yield self.footer()
+
+    def footer(self) -> dict[str, Any]:
+        """The counts, and the verdict."""
+        counts = {**self.counts, "clauses": len(self.outcomes)}
+        return {"kind": "footer", **counts, "absent_operators": self.absent, "complete": self.complete} | {
+            "required": list(self.required),
+            "exit_code": self.exit_code,
+        }
+
+    def write(self, path: str | Path) -> None:
+        """Write the report as JSON Lines."""
+        with open(path, "w", encoding="utf-8") as file:
+            write_lines(file, self.lines())
+
+
+def outcome_line(outcome: Outcome) -> dict[str, Any]:
+    """An outcome as a line of the report's file."""
+    return {"kind": "outcome", **asdict(outcome)}
+
+
+def write_lines(file: TextIO, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Append lines to a report's file, each whole."""
+    for line in lines:
+        file.write(json.dumps(_plain(line), allow_nan=False) + "\n")
+        file.flush()
+
+
+def _plain(value: Any) -> Any:
+    """JSON values; inf and nan, which JSON has not, are strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def read_reports(path: str | Path) -> list[Report]:
+    """The reports of a file, one an implementation; one without its footer is incomplete.
+
+    Raises:
+        ReportError: the file is missing, or a line is not one of a report.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ReportError(f"cannot read {path}: {error.strerror}; write one with `spec-lm check --report`") from error
+    reports: list[Report] = []
+    for number, line in enumerate(filter(str.strip, text.splitlines()), 1):
+        _read_line(reports, line, lambda why, n=number: ReportError(f"{path}, line {n}: {why}"))
+    return reports
+
+
+def _read_line(reports: list[Report], line: str, error: Callable[[str], ReportError]) -> None:
+    try:
+        data = json.loads(line)
+        kind = data.pop("kind")
+    except (ValueError, KeyError, AttributeError, TypeError) as broken:
+        raise error("not a line of a report (JSON with a kind)") from broken
+    if kind == "header":
+        reports.append(Report(data, (), complete=False))
+    elif kind not in ("outcome", "footer") or not reports:
+        raise error(f"a line of kind {kind!r} before any header" if not reports else f"unknown kind {kind!r}")
+    elif kind == "outcome":
+        known = {name: data[name] for name in Outcome.__dataclass_fields__ if name in data}
+        known["worst"] = float(known.get("worst", 0.0))
+        reports[-1] = Report(reports[-1].header, (*reports[-1].outcomes, Outcome(**known)), complete=False)
+    else:
+        last = reports[-1]
+        reports[-1] = Report(last.header, last.outcomes, tuple(data.get("required", ())), data.get("complete", False))

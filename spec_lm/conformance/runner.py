@@ -1,0 +1,334 @@
+"""`check`: loops over clauses, emits outcomes as they come, returns the report."""
+
+import contextlib
+import io
+import os
+import platform
+import random
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import hypothesis
+import numpy as np
+import torch
+from hypothesis.configuration import set_hypothesis_home_dir, storage_directory
+
+import spec_lm
+from spec_lm.conformance.clause import CLAUSES, Clause, Level, Search, nearest, seed_of
+from spec_lm.conformance.display import counterexample_of, evidence_of
+from spec_lm.conformance.implementation import BUILT_IN, Implementation, loaded
+from spec_lm.conformance.operators import OPERATORS, Checked
+from spec_lm.conformance.report import Outcome, Report
+from spec_lm.conformance.strategies import Domain, NotJudged, plainest
+from spec_lm.conformance.tolerance import Raised, Violation
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+SIGNATURE = "keeps_its_signature"
+Emit = Callable[[Outcome], None]
+
+
+class UsageError(Exception):
+    """`check` was asked for something that is not there; the text says what, and what there is."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a check runs: examples a clause, seed, dtype, device, declared conventions and supports."""
+
+    examples: int = 50
+    seed: int = 0
+    dtype: str = "float32"
+    device: str = "cpu"
+    conventions: Mapping[str, str] = field(default_factory=dict)
+    supports: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UsageError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}{nearest(self.dtype, list(DTYPES))}")
+        if self.examples < 1:
+            raise UsageError(f"examples is {self.examples}; at least 1 must be drawn")
+        if self.device != "cpu" and not torch.cuda.is_available():
+            raise UsageError(f"device {self.device!r} was asked for, but this torch sees no such device; use cpu")
+
+
+def check(
+    implementation: Any = BUILT_IN,
+    *,
+    operators: Iterable[str] | None = None,
+    clauses: Iterable[str] | None = None,
+    level: Level = "must",
+    examples: int = 50,
+    seed: int = 0,
+    dtype: str = "float32",
+    device: str = "cpu",
+    conventions: Mapping[str, str] | None = None,
+    supports: Mapping[str, Any] | None = None,
+    require: Iterable[str] = (),
+    on_outcome: Emit = lambda outcome: None,
+) -> Report:
+    """Check an implementation against the clauses, in this process.
+
+    Args:
+        implementation: a path, a module name, `operator=module:function` pairs, a module, a mapping or an object; by
+            default the built-in reference.
+        operators: check only these.
+        clauses: check only these ids.
+        level: "must", or "should" for both levels.
+        examples: drawn for each clause.
+        seed: of all draws; the same seed gives the same report, times aside.
+        dtype: of the arguments.
+        device: where they lie.
+        conventions: declared choices, over those the implementation declares.
+        supports: the declared part of the domain, over what the implementation declares.
+        require: operators that must be provided ("all": every one).
+        on_outcome: called with each outcome as it comes.
+
+    Returns:
+        The report; `report.conforms`, `report.exit_code` and its outcomes.
+
+    Raises:
+        ImplementationError: the implementation cannot be loaded.
+        UsageError: an unknown operator, clause, level, dtype or device.
+    """
+    settings = Settings(examples, seed, dtype, device, conventions or {}, supports or {})
+    chosen = select(operators, clauses, level)
+    required = _known_operators(require, also=("all",))
+    collected: list[Outcome] = []
+
+    def emit(outcome: Outcome) -> None:
+        collected.append(outcome)
+        on_outcome(outcome)
+
+    with preserved(seed), loaded(implementation) as subject:
+        settings = replace(
+            settings,
+            conventions={**subject.conventions, **settings.conventions},
+            supports={**subject.supports, **settings.supports},
+        )
+        header = header_of(subject, settings, level)
+        for operator, group in _by_operator(chosen).items():
+            run_operator(operator, group, subject.functions.get(operator), settings, emit)
+    return Report(header, tuple(collected), required)
+
+
+def select(operators: Iterable[str] | None, clauses: Iterable[str] | None, level: str) -> list[Clause]:
+    """The clauses asked for; an explicit id is run whatever its level.
+
+    Raises:
+        UsageError: an unknown operator, clause or level; the nearest known one is suggested.
+    """
+    if level not in ("must", "should"):
+        raise UsageError(f"level {level!r} is neither must nor should")
+    wanted = _known_operators(operators or ())
+    ids = list(clauses or ())
+    for clause_id in ids:
+        if clause_id not in CLAUSES:
+            raise UsageError(f"no clause has the id {clause_id}{nearest(clause_id, list(CLAUSES))}")
+    if ids:
+        return [CLAUSES[clause_id] for clause_id in ids if not wanted or CLAUSES[clause_id].operator in wanted]
+    levels = ("must",) if level == "must" else ("must", "should")
+    return [c for c in CLAUSES.values() if c.level in levels and (not wanted or c.operator in wanted)]
+
+
+def _known_operators(names: Iterable[str], also: tuple[str, ...] = ()) -> tuple[str, ...]:
+    names = tuple(names)
+    for name in names:
+        if name not in OPERATORS and name not in also:
+            raise UsageError(f"no operator is named {name}{nearest(name, [*OPERATORS, *also])}")
+    return names
+
+
+def header_of(subject: Implementation, settings: Settings, level: str) -> dict[str, Any]:
+    """What a report says of its run: everything needed to run it again."""
+    versions = {"spec_lm": spec_lm.__version__, "python": platform.python_version(), "torch": torch.__version__} | {
+        "numpy": np.__version__,
+        "hypothesis": hypothesis.__version__,
+    }
+    run = {"dtype": settings.dtype, "device": settings.device, "seed": settings.seed, "examples": settings.examples}
+    declared = {"conventions": dict(settings.conventions), "supports": dict(settings.supports)}
+    about = {"implementation": subject.name, "spec": spec_lm.SPEC_VERSION, "versions": versions}
+    return about | run | {"level": level} | declared
+
+
+def _by_operator(clauses: list[Clause]) -> dict[str, list[Clause]]:
+    """Low operators first, so that a first cause stands above what follows from it."""
+    groups: dict[str, list[Clause]] = {name: [] for name in OPERATORS}
+    for clause in clauses:
+        groups[clause.operator].append(clause)
+    return {name: group for name, group in groups.items() if group}
+
+
+# ------------------------------------------------------------------------------------------------------- one operator
+
+
+def run_operator(
+    operator: str, clauses: list[Clause], function: Callable[..., Any] | None, settings: Settings, emit: Emit
+) -> None:
+    """Run the clauses of one operator: whether it is there, its signature, its features, then the rest."""
+    domain = Domain(operator, settings.dtype, supports=settings.supports)
+    reason = "not provided" if function is None else why_absent(domain, function)
+    if reason:
+        for clause in clauses:
+            emit(_outcome(clause, "absent", reason))
+        return
+    checked = Checked(OPERATORS[operator], function, settings.conventions, device=settings.device)
+    lost = ""
+    for clause in sorted(clauses, key=lambda c: (c.name != SIGNATURE, not c.feature)):
+        if lost:
+            emit(_outcome(clause, "not_judged", lost))
+            continue
+        outcome, lacking = run_clause(clause, checked, domain, settings)
+        emit(outcome)
+        domain = replace(domain, without=domain.without | lacking)
+        if clause.name == SIGNATURE and outcome.outcome == "fails":
+            lost = f"{clause.id} fails: {outcome.message}"
+
+
+def why_absent(domain: Domain, function: Callable[..., Any]) -> str:
+    """The reason why an operator is not there yet, by one call on the plainest input; empty where it is."""
+    checked = Checked(OPERATORS[domain.operator], function)
+    name = getattr(function, "__name__", domain.operator)
+    try:
+        with quiet():
+            checked(*plainest(domain).build())
+    except NotJudged:
+        return ""
+    except Raised as raised:
+        if isinstance(raised.exception, NotImplementedError):
+            return f"{name} raises NotImplementedError"
+    except Violation as violation:
+        if "returned None" in str(violation):
+            return f"{name} returns None"
+    return ""
+
+
+def run_clause(
+    clause: Clause, checked: Checked, domain: Domain, settings: Settings
+) -> tuple[Outcome, frozenset[str]]:
+    """One clause's outcome, and the features it shows to be lacking."""
+    started = time.perf_counter()
+    search = Search(clause, checked)
+    torch.manual_seed(settings.seed)
+    lacking: frozenset[str] = frozenset()
+    violation: Violation | None = None
+    try:
+        with quiet():
+            for case, examples in _shares(clause, settings.examples):
+                found = _searched(clause, search, domain, case, examples, settings.seed)
+                violation = violation or found
+                if found is not None and clause.feature:
+                    lacking |= {case or clause.feature}
+                elif found is not None:
+                    break
+        outcome = _judged(clause, search, violation)
+    except NotJudged as reason:
+        outcome = _outcome(clause, "not_judged", str(reason))
+    except Exception:
+        outcome = _outcome(clause, "error", f"the clause itself failed:\n{traceback.format_exc()}")
+    return replace(outcome, seconds=round(time.perf_counter() - started, 4)), lacking
+
+
+def _shares(clause: Clause, examples: int) -> Iterator[tuple[str, int]]:
+    """Each required case with a tenth of the examples, then all sizes with the rest.
+
+    A feature is judged by its cases alone: there each is a feature of its own.
+    """
+    share = max(1, examples // 10)
+    for case in clause.cases:
+        yield case, share
+    if not (clause.feature and clause.cases):
+        yield "", max(examples // 2, examples - share * len(clause.cases), 1)
+
+
+def _searched(
+    clause: Clause, search: Search, domain: Domain, case: str, examples: int, seed: int
+) -> Violation | None:
+    """The smallest violation a search of one case finds."""
+    test = clause.test(search.checked, domain=domain, case=case, examples=examples, search=search)
+    try:
+        hypothesis.seed(seed_of(clause, seed, case))(test)()
+    except Violation as violation:
+        return violation
+    return None
+
+
+def _judged(clause: Clause, search: Search, violation: Violation | None) -> Outcome:
+    seen = {"examples": search.examples, "worst": search.worst, "reached": dict(search.reached)}
+    if violation is None:
+        return replace(_outcome(clause, "holds", ""), **seen)
+    recipes = violation.recipes or {}
+    message = str(violation)
+    if search.is_nondeterministic(recipes):
+        message = f"nondeterministic: the same call came to different results; once it {message}"
+    return replace(
+        _outcome(clause, "fails", message),
+        counterexample=counterexample_of(recipes, search.checked.operator),
+        evidence=evidence_of(violation.evidence),
+        **seen,
+    )
+
+
+def _outcome(clause: Clause, status: Any, message: str) -> Outcome:
+    return Outcome(clause.id, clause.operator, clause.level, status, message, clause.sentence)
+
+
+# ------------------------------------------------------------------------------------------- leaving the caller's process
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """What an implementation prints or warns about goes nowhere."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def _storage() -> Iterator[None]:
+    """Hypothesis notes what it read of loaded modules in a folder, even without a database: not in the caller's."""
+    before = storage_directory(intent_to_write=False).path
+    with tempfile.TemporaryDirectory(prefix="spec_lm-") as folder:
+        set_hypothesis_home_dir(folder)
+        try:
+            yield
+        finally:
+            set_hypothesis_home_dir(before)
+
+
+@contextlib.contextmanager
+def preserved(seed: int) -> Iterator[None]:
+    """Afterwards the caller's RNGs, default dtype, grad mode, threads, warnings filters, folder and environment are as
+    they were before; inside, torch runs on one thread and its RNG is seeded."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    dtype, grad, threads = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
+    deterministic, folder = torch.are_deterministic_algorithms_enabled(), os.getcwd()
+    environment, limit = dict(os.environ), sys.getrecursionlimit()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=devices), np.errstate(), _storage():
+            torch.manual_seed(seed)
+            torch.set_num_threads(1)  # inputs are tiny: a second thread costs more than it gives
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(grad)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+        os.chdir(folder)
+        if os.environ != environment:
+            os.environ.clear()
+            os.environ.update(environment)
+        sys.setrecursionlimit(limit)

@@ -1,0 +1,248 @@
+"""What a clause may say about an output, and the sentence printed when it is not so.
+
+A clause compares; it never states a tolerance. Every `Output` carries the error that a correct implementation of its
+operator may have on that input (`bounds.py` derives it), arithmetic on outputs carries the error along, and the
+comparisons below allow exactly that much.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lm.conformance.bounds import PRECISIONS
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was seen where a comparison failed worst: index, values, error and the bound it exceeds."""
+
+    got: Any
+    expected: Any
+    index: tuple[int, ...] = ()
+    error: float | None = None
+    bound: float | None = None
+
+
+class Violation(AssertionError):
+    """An implementation broke a clause.
+
+    `kind` tells one sort of violation from another, so that shrinking does not slip from the bug it found to the next.
+    `recipes` are what it was found on, once a search has found it.
+    """
+
+    recipes: dict[str, Any] | None = None
+
+    def __init__(self, message: str, *, kind: str, evidence: Evidence | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.evidence = evidence
+
+
+class Raised(Violation):
+    """An implementation raised on an input it must take; `refuses` is the clause's way to ask for it."""
+
+    def __init__(self, exception: BaseException, where: str = "") -> None:
+        name = type(exception).__name__
+        super().__init__(f"raised {name}: {_said(exception)}{where}", kind=f"raised {name}")
+        self.exception = exception
+
+
+def _said(exception: BaseException, longest: int = 400) -> str:
+    try:
+        text = str(exception)
+    except Exception as broken:  # an implementation's exception may fail even at this
+        return f"(its text cannot be read: {type(broken).__name__})"
+    return text if len(text) <= longest else text[:longest] + " ..."
+
+
+class Output:
+    """What an implementation returned, in float64, beside the error it may have.
+
+    Indexing, sums and products with exact factors carry the error along: y[i] has error E[i], y.sum(d) has E.sum(d),
+    y * c has E |c|, y + z has E(y) + E(z). The error is computed on first use, since most comparisons never need it.
+
+    Args:
+        raw: the tensor as it was returned.
+        error: computes E, elementwise, of the same shape.
+        observe: told the largest err/bound of each comparison.
+    """
+
+    def __init__(
+        self, raw: Tensor, error: Callable[[], Tensor], observe: Callable[[float], None] = lambda ratio: None
+    ) -> None:
+        self.raw = raw
+        self.value = raw.detach().cpu().double()
+        self.roundoff = PRECISIONS[str(raw.dtype).removeprefix("torch.")].u
+        self.observe = observe
+        self._compute_error = error
+        self._error: Tensor | None = None
+
+    @property
+    def error(self) -> Tensor:
+        """The bound E on |value - exact|, elementwise."""
+        if self._error is None:
+            self._error = self._compute_error()
+        return self._error
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.value.shape
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.raw.device.type == "cpu"
+
+    def _derived(self, value: Tensor, error: Callable[[], Tensor]) -> "Output":
+        result = Output.__new__(Output)
+        result.raw, result.value, result.roundoff, result.observe = self.raw, value, self.roundoff, self.observe
+        result._compute_error, result._error = error, None
+        return result
+
+    def map(self, rearrange: Callable[[Tensor], Tensor]) -> "Output":
+        """Apply a rearrangement (permute, select, reshape) or a sum to the value and to its error alike."""
+        return self._derived(rearrange(self.value), lambda: rearrange(self.error))
+
+    def __getitem__(self, index: Any) -> "Output":
+        return self.map(lambda t: t[index])
+
+    def sum(self, dim: int, keepdim: bool = False) -> "Output":
+        return self.map(lambda t: t.sum(dim, keepdim))
+
+    def movedim(self, source: int, destination: int) -> "Output":
+        return self.map(lambda t: t.movedim(source, destination))
+
+    def __mul__(self, factor: Tensor | float) -> "Output":
+        factor = torch.as_tensor(factor, dtype=torch.float64)
+        return self._derived(self.value * factor, lambda: self.error * factor.abs())
+
+    def __neg__(self) -> "Output":
+        return self * -1.0
+
+    def __add__(self, other: "Output | Tensor | float") -> "Output":
+        value, error = _exactly(other)
+        return self._derived(self.value + value, lambda: self.error + error())
+
+    def __sub__(self, other: "Output | Tensor | float") -> "Output":
+        value, error = _exactly(other)
+        return self._derived(self.value - value, lambda: self.error + error())
+
+    def matmul(self, matrix: Tensor) -> "Output":
+        """y M, with error E |M|."""
+        matrix = matrix.double()
+        return self._derived(self.value @ matrix, lambda: self.error @ matrix.abs())
+
+
+Comparable = Output | Tensor | np.ndarray | float
+
+
+def _exactly(side: Comparable) -> tuple[Tensor, Callable[[], Tensor]]:
+    """The value of a side in float64, and its error: that of an output, or none."""
+    if isinstance(side, Output):
+        return side.value, lambda: side.error
+    value = torch.as_tensor(side).detach().cpu().double()
+    return value, lambda: torch.zeros((), dtype=torch.float64)
+
+
+def _outputs(*sides: Comparable) -> list[Output]:
+    return [side for side in sides if isinstance(side, Output)]
+
+
+def close(got: Comparable, expected: Comparable, *, says: str = "") -> None:
+    """|got - expected| <= E(got) + E(expected), elementwise; NaN equals only NaN, inf only inf of its sign.
+
+    Args:
+        got: usually an output of the implementation.
+        expected: another output, or exact values (which have no error), of the same shape or a scalar.
+        says: what this comparison means, where a clause makes several.
+
+    Raises:
+        Violation: names the worst entry, its error and its bound.
+    """
+    (value, value_error), (wanted, wanted_error) = _exactly(got), _exactly(expected)
+    value, wanted = torch.broadcast_tensors(value, wanted)
+    _same_special_values(value, wanted, says)
+    difference = (value - wanted).abs().nan_to_num(nan=0.0)
+    roundings = sum(output.roundoff for output in _outputs(got, expected))
+    if bool((difference <= roundings * wanted.abs()).all()):
+        return
+    bound = (value_error() + wanted_error()).expand_as(difference)
+    ratio = torch.where(difference == 0, 0.0, difference / bound)
+    worst = float(ratio.max())
+    for output in _outputs(got, expected):
+        output.observe(worst)
+    if not worst <= 1.0:
+        index = _index(ratio.argmax(), ratio)
+        evidence = Evidence(value, wanted, index, float(difference[index]), float(bound[index]))
+        raise Violation(says or "values differ by more than rounding allows", kind=f"close {says}", evidence=evidence)
+
+
+def at_most(low: Comparable, high: Comparable, *, says: str = "") -> None:
+    """low <= high + E(low) + E(high), elementwise; a NaN on either side is a violation."""
+    (left, left_error), (right, right_error) = _exactly(low), _exactly(high)
+    left, right = torch.broadcast_tensors(left, right)
+    excess = left - right
+    if bool((excess <= 0).all()):
+        return
+    bound = (left_error() + right_error()).expand_as(excess)
+    broken = ~(excess <= bound)
+    if bool(broken.any()):
+        index = _index(torch.where(broken, excess.nan_to_num(nan=torch.inf), -torch.inf).argmax(), excess)
+        evidence = Evidence(left, right, index, float(excess[index]), float(bound[index]))
+        raise Violation(says or "the order is broken", kind=f"at_most {says}", evidence=evidence)
+
+
+def bit_equal(got: Comparable, expected: Comparable, *, says: str = "") -> None:
+    """got equals expected in every entry (-0 is 0, NaN equals NaN); off the CPU, where kernels split sums, `close`."""
+    if not all(output.on_cpu for output in _outputs(got, expected)):
+        close(got, expected, says=says)
+        return
+    value, wanted = torch.broadcast_tensors(_exactly(got)[0], _exactly(expected)[0])
+    unequal = ~((value == wanted) | (value.isnan() & wanted.isnan()))
+    if bool(unequal.any()):
+        difference = torch.where(unequal, (value - wanted).abs().nan_to_num(nan=torch.inf), -1.0)
+        index = _index(difference.argmax(), difference)
+        evidence = Evidence(value, wanted, index, float(difference[index]), 0.0)
+        raise Violation(says or "values are not equal", kind=f"bit_equal {says}", evidence=evidence)
+
+
+def finite(got: Comparable, *, says: str = "") -> None:
+    """No entry is NaN or infinite."""
+    value = _exactly(got)[0]
+    broken = ~value.isfinite()
+    if bool(broken.any()):
+        index = _index(broken.int().argmax(), broken)
+        what = "NaN" if bool(value[index].isnan()) else "infinite"
+        raise Violation(
+            says or f"a value is {what}", kind=f"finite {says}", evidence=Evidence(value, "finite values", index)
+        )
+
+
+def refuses(call: Callable[[], Any], *, what: str) -> None:
+    """The call raises; any exception counts as a refusal.
+
+    Raises:
+        Violation: it returned instead, saying `what` was accepted.
+    """
+    try:
+        call()
+    except Raised:
+        return
+    except Violation:
+        pass  # it returned something, of whatever shape: accepted all the same
+    raise Violation(f"{what} was accepted; it must be refused with an exception", kind="accepted")
+
+
+def _same_special_values(value: Tensor, wanted: Tensor, says: str) -> None:
+    agrees = torch.where(wanted.isfinite(), value.isfinite(), (value == wanted) | (value.isnan() & wanted.isnan()))
+    if not bool(agrees.all()):
+        index = _index((~agrees).int().argmax(), agrees)
+        message = f"{says + ': ' if says else ''}got {float(value[index])} where {float(wanted[index]):.6g} is expected"
+        raise Violation(message, kind=f"special {says}", evidence=Evidence(value, wanted, index))
+
+
+def _index(flat: Tensor, like: Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.unravel_index(int(flat), tuple(like.shape)))
