@@ -3,7 +3,16 @@
 import torch
 
 from spec_lm.conformance.clause import clause, given
-from spec_lm.conformance.strategies import MODERATE, NONZERO, masks, tensors
+from spec_lm.conformance.strategies import (
+    LAYOUTS,
+    MODERATE,
+    NONZERO,
+    NotJudged,
+    index_of,
+    masks,
+    one_of,
+    tensors,
+)
 from spec_lm.conformance.tolerance import at_most, bit_equal, close, finite
 
 ATTENTION = "scaled_dot_product_attention"
@@ -14,6 +23,7 @@ _QK = {"q": tensors("*batch queries d_k", MODERATE), "k": tensors("*batch keys d
 _QKV = {**_QK, "v": tensors("*batch keys d_v", MODERATE)}
 _ANY_MASK = ("all", "none", "causal", "random", "random")
 _OPEN = ("all", "none")
+_SOME_HIDDEN = ("causal", "random", "one key")
 
 
 def _identity(k):
@@ -35,6 +45,18 @@ def _at_one_key(tensor, index, rows):
     return changed
 
 
+def _without(tensor, index, dim):
+    """A copy without one key, which lies along `dim`."""
+    return torch.cat([tensor.narrow(dim, 0, index), tensor.narrow(dim, index + 1, tensor.shape[dim] - index - 1)], dim)
+
+
+def _blinded(mask, query):
+    """A copy of the mask in which one query sees no key."""
+    mask = mask.clone()
+    mask[..., query, :] = False
+    return mask
+
+
 @clause(
     ATTENTION,
     given(**_QKV, mask=masks(("none",))),
@@ -48,7 +70,9 @@ def works_without_a_mask(attention, q, k, v, mask):
     finite(attention(q, k, v, mask))
 
 
-@clause(ATTENTION, given(**_QK, mask=masks(_ANY_MASK)), catches="masked after the softmax, not renormalized", source=MASKING)
+@clause(
+    ATTENTION, given(**_QK, mask=masks(_ANY_MASK)), catches="masked after the softmax, not renormalized", source=MASKING
+)
 def masked_rows_sum_to_one(attention, q, k, mask):
     """The probabilities of the keys a query sees sum to 1: with every value 1, every output is 1."""
     ones = torch.ones(*k.shape[:-1], 3, dtype=k.dtype)
@@ -64,7 +88,7 @@ def weights_are_a_distribution(attention, q, k, mask):
     close(weights.sum(-1), 1.0, says="a query's weights do not sum to 1")
 
 
-@clause(ATTENTION, given(**_QK, mask=masks(("causal", "random", "one key"))), catches="a fill that is not -inf", source=MASKING)
+@clause(ATTENTION, given(**_QK, mask=masks(_SOME_HIDDEN)), catches="a fill that is not -inf", source=MASKING)
 def masked_weights_are_zero(attention, q, k, mask):
     """The weight of a key at a False position is exactly 0."""
     weights = attention(q, k, _identity(k), mask)
@@ -74,35 +98,43 @@ def masked_weights_are_zero(attention, q, k, mask):
 
 @clause(
     ATTENTION,
-    given(**_QKV, mask=masks(("all", "none"))),
+    given(**_QKV, mask=masks(_OPEN), hidden=index_of("keys")),
     where=lambda s: s.keys > 1,
     catches="an inverted or additive mask; a denominator that counts masked keys",
     source=MASKING,
 )
-def masking_a_key_equals_deleting_it(attention, q, k, v, mask):
+def masking_a_key_equals_deleting_it(attention, q, k, v, mask, hidden):
     """Attention with a key masked for every query equals attention over the sequence without that key and its value."""
-    hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
-    hidden[:, 0] = False
-    rest = None if mask is None else hidden[:, 1:]
-    close(attention(q, k, v, hidden), attention(q, k[..., 1:, :], v[..., 1:, :], rest))
+    all_but_one = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
+    all_but_one[:, hidden] = False
+    rest = None if mask is None else _without(all_but_one, hidden, -1)
+    deleted = attention(q, _without(k, hidden, -2), _without(v, hidden, -2), rest)
+    close(attention(q, k, v, all_but_one), deleted)
 
 
 @clause(
     ATTENTION,
-    given(**_QKV, k2=tensors("*batch keys d_k", MODERATE), v2=tensors("*batch keys d_v", MODERATE), mask=masks(_OPEN[:1])),
+    given(
+        **_QKV,
+        k2=tensors("*batch keys d_k", (*MODERATE, "large integers")),
+        v2=tensors("*batch keys d_v", (*MODERATE, "large integers")),
+        hidden=index_of("keys"),
+    ),
     where=lambda s: s.keys > 1,
-    catches="masked keys still take part",
+    catches="masked keys still take part, if only in the maximum",
     source=MASKING,
 )
-def masked_keys_and_values_do_not_matter(attention, q, k, v, k2, v2, mask):
+def masked_keys_and_values_do_not_matter(attention, q, k, v, k2, v2, hidden):
     """Changing the key and the value at a masked position leaves the output bit for bit as it was."""
-    mask = mask.clone()
-    mask[..., -1] = False
-    changed = attention(q, _at_one_key(k, -1, k2), _at_one_key(v, -1, v2 * 4), mask)
+    mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
+    mask[:, hidden] = False
+    changed = attention(q, _at_one_key(k, hidden, k2), _at_one_key(v, hidden, v2), mask)
     bit_equal(changed, attention(q, k, v, mask))
 
 
-@clause(ATTENTION, given(**_QKV, none=masks(("none",)), mask=masks(("all",))), catches="an inverted mask", source=MASKING)
+@clause(
+    ATTENTION, given(**_QKV, none=masks(("none",)), mask=masks(("all",))), catches="an inverted mask", source=MASKING
+)
 def all_true_mask_equals_no_mask(attention, q, k, v, none, mask):
     """A mask that is True everywhere changes nothing."""
     close(attention(q, k, v, mask), attention(q, k, v, none))
@@ -188,7 +220,9 @@ def sees_every_key_unless_masked(attention, q, k, v, mask):
     close(attention(q, k, v, mask), v.double().mean(-2, keepdim=True).expand(*q.shape[:-1], v.shape[-1]))
 
 
-@clause(ATTENTION, given(**_QKV, mask=masks(("one key",))), catches="masked keys take a share of the weight", source=MASKING)
+@clause(
+    ATTENTION, given(**_QKV, mask=masks(("one key",))), catches="masked keys take a share of the weight", source=MASKING
+)
 def one_visible_key_returns_its_value(attention, q, k, v, mask):
     """A query that sees exactly one key returns that key's value, bit for bit."""
     chosen = _visible(mask, q, k).double() @ v.double()
@@ -197,7 +231,12 @@ def one_visible_key_returns_its_value(attention, q, k, v, mask):
 
 @clause(
     ATTENTION,
-    given(**_QK, v=tensors("*batch keys d_v", ("quarters",)), w=tensors("*batch keys d_v", ("quarters",)), mask=masks(_ANY_MASK)),
+    given(
+        **_QK,
+        v=tensors("*batch keys d_v", ("quarters",)),
+        w=tensors("*batch keys d_v", ("quarters",)),
+        mask=masks(_ANY_MASK),
+    ),
     catches="values are normalized, scaled or passed through a nonlinearity",
     source=SOURCE,
 )
@@ -228,14 +267,123 @@ def large_scores_stay_finite(attention, q, k, v, mask):
 
 @clause(
     ATTENTION,
-    given(v=_QKV["v"], q=_QK["q"], k=_QK["k"], mask=masks(("causal", "random", "one key"))),
+    given(k=_QK["k"], mask=masks(_SOME_HIDDEN)),
     dtypes=("float32", "float64", "bfloat16"),
     where=lambda s: s.keys > 1,
     catches="masked scores are filled with -1e4 or the smallest half-precision number, not -inf",
     source=MASKING,
 )
-def masked_keys_stay_hidden_behind_very_low_scores(attention, q, k, v, mask):
-    """A masked key stays hidden when the scores of all visible ones are at -1e5."""
-    d_k = q.shape[-1]
-    low = torch.full_like(q, -(1e5**0.5) / d_k**0.25)
-    close(attention(low, -low[..., :1, :].expand_as(k), v, mask), attention(low * 0, k * 0, v, mask))
+def masked_keys_stay_hidden_behind_very_low_scores(attention, k, mask):
+    """A masked key keeps the weight 0 when the scores of all visible keys are at -1e5."""
+    queries, d_k = mask.shape[-2], k.shape[-1]
+    size = 1e5**0.5 / d_k**0.25
+    q = k.new_full((*k.shape[:-2], queries, d_k), -size)
+    weights = attention(q, torch.full_like(k, size), _identity(k), mask)
+    hidden = weights.map(lambda t: t.masked_fill(_visible(mask, q, k), 0.0))
+    bit_equal(hidden, 0.0, says="a masked key came back")
+    close(weights.sum(-1), 1.0, says="a query's weights do not sum to 1")
+
+
+# ------------------------------------------------------------------------------------------- where the source is silent
+
+
+@clause(
+    ATTENTION,
+    given(**_QKV, mask=masks(_ANY_MASK[2:]), blind=index_of("queries")),
+    level="should",
+    catches="0 / 0 for padding queries",
+    source="practice: padded batches have such queries, and one NaN spoils the whole model",
+)
+def query_that_sees_nothing_follows_the_convention(attention, q, k, v, mask, blind):
+    """A query whose mask row is all False gets zeros, unless the implementation declares NaN or the mean of all values."""
+    mask = _blinded(mask, blind)
+    with attention.naming("all_masked", q, k, v, mask):
+        close(attention(q, k, v, mask)[..., blind, :], attention.exact(q, k, v, mask)[..., blind, :])
+
+
+@clause(
+    ATTENTION,
+    given(**_QKV, mask=masks(_ANY_MASK[2:]), blind=index_of("queries")),
+    where=lambda s: s.queries > 1,
+    level="should",
+    catches="NaN that spreads; a whole example skipped for one row",
+    source="practice: a padded query must not harm the others",
+)
+def query_that_sees_nothing_harms_no_other(attention, q, k, v, mask, blind):
+    """Hiding all keys from one query leaves the outputs of the others as they were."""
+    others = [query for query in range(q.shape[-2]) if query != blind]
+    close(attention(q, k, v, _blinded(mask, blind))[..., others, :], attention(q, k, v, mask)[..., others, :])
+
+
+@clause(
+    ATTENTION,
+    given(
+        **_QKV,
+        mask=masks(_ANY_MASK[2:]),
+        blind=index_of("queries"),
+        cotangent=tensors("*batch queries d_v", NONZERO),
+        of=one_of(0, 1, 2),
+    ),
+    level="should",
+    catches="NaN replaced after the softmax: its gradient is NaN all the same",
+    source="practice: one NaN in a gradient ends a training run",
+)
+def query_that_sees_nothing_has_finite_gradients(attention, q, k, v, mask, blind, cotangent, of):
+    """The gradients with respect to Q, K and V are finite where a query sees no key."""
+    if attention.conventions.get("all_masked") == "nan":
+        raise NotJudged("it declares NaN for a query that sees no key")
+    gradient = attention.gradient((q, k, v, _blinded(mask, blind)), cotangent, of)
+    if gradient is None:
+        raise NotJudged("its output carries no gradient")
+    finite(gradient)
+
+
+@clause(
+    ATTENTION,
+    given(**_QKV, mask=masks(_SOME_HIDDEN), shared=one_of("first", "last", "every")),
+    level="should",
+    catches="a mask tiled over examples where it should be repeated over heads",
+    source="practice: one mask for all heads of an example, or for all examples",
+)
+def broadcasts_a_mask_over_leading_axes(attention, q, k, v, mask, shared):
+    """A mask with one element on some leading axes serves all examples along them, as if it were repeated."""
+    full = _visible(mask, q, k)
+    axes = range(full.ndim - 2)
+    chosen = {"first": axes[:1], "last": axes[-1:], "every": axes}[shared]
+    small = full[tuple(slice(0, 1) if axis in chosen else slice(None) for axis in axes)].clone()
+    close(attention(q, k, v, small), attention(q, k, v, small.expand_as(full).clone()))
+
+
+@clause(
+    ATTENTION,
+    given(
+        q=tensors("queries d_k", MODERATE),
+        k=tensors("keys d_k", MODERATE),
+        v=tensors("keys d_v", MODERATE),
+        mask=masks(_ANY_MASK),
+    ),
+    level="should",
+    catches="a batch axis taken for granted",
+    source="practice: the formula itself has no batch axis",
+)
+def takes_unbatched_input(attention, q, k, v, mask):
+    """Without any leading axis, (queries, d_k) gives (queries, d_v), as a batch of one does."""
+    mask = mask if mask is None else mask[(0,) * (mask.ndim - 2)]
+    close(attention(q, k, v, mask), attention(q[None], k[None], v[None], mask)[0])
+
+
+@clause(
+    ATTENTION,
+    given(
+        q=tensors("*batch queries d_k", MODERATE, LAYOUTS),
+        k=tensors("*batch keys d_k", MODERATE, LAYOUTS),
+        v=tensors("*batch keys d_v", MODERATE, LAYOUTS),
+        mask=masks(_ANY_MASK),
+    ),
+    level="should",
+    catches="strides are ignored: memory is walked as if it were contiguous",
+    source="practice: heads are split by exchanging axes, without a copy",
+)
+def any_memory_layout(attention, q, k, v, mask):
+    """The result depends on the values of Q, K and V, not on how they lie in memory."""
+    close(attention(q, k, v, mask), attention(q.contiguous(), k.contiguous(), v.contiguous(), mask))

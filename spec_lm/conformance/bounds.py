@@ -225,7 +225,7 @@ def _attention(
     if mask is not None:
         scores, s_error = _masked(a, scores, s_error, mask)
     p, p_error = _softmax(a, scores, s_error)
-    if mask is not None and a.all_masked == "zeros":
+    if mask is not None and a.all_masked != "uniform":  # zeros, or a NaN that no error makes wrong
         p = np.where(mask.any(-1, keepdims=True), p, 0)
     output = p @ value
     p_error = p_error + ((keys + 1) * a.v + a.product) * p

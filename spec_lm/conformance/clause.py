@@ -108,6 +108,7 @@ class Clause:
         case: str = "",
         examples: int = 50,
         search: "Search | None" = None,
+        shrink: bool = True,
     ) -> Callable[[], None]:
         """The Hypothesis test of this clause on an implementation: the one builder of such a test.
 
@@ -117,6 +118,7 @@ class Clause:
             case: draw only this required partition.
             examples: how many to draw.
             search: what has been seen so far; shared by the cases of one clause.
+            shrink: look for a smaller counterexample; False only tells whether there is one.
 
         Returns:
             A test without parameters, decorated by `hypothesis.given`; `settings` and `seed` can be applied to it.
@@ -133,7 +135,8 @@ class Clause:
         attempt.__name__ = attempt.__qualname__ = self.name
         attempt.__doc__ = self.sentence
         test = Given({**self.given.draws, "_size": narrowed.sizes}).over(narrowed)(attempt)
-        return hypothesis.settings(**_SETTINGS, max_examples=examples)(test)
+        phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
+        return hypothesis.settings(**_SETTINGS, max_examples=examples, phases=phases)(test)
 
     def run(self, checked: Checked, recipes: Mapping[str, Any]) -> None:
         """The property once, on fresh arguments built from the recipes.
@@ -149,7 +152,6 @@ _SETTINGS: dict[str, Any] = {
     "database": None,
     "deadline": None,
     "derandomize": False,
-    "phases": (Phase.generate, Phase.shrink),
     "print_blob": False,
     "report_multiple_bugs": False,
     "stateful_step_count": 50,
@@ -223,7 +225,11 @@ class Search:
         if self.kind is None and ratio > self.worst:
             self.worst = ratio
 
-    def is_nondeterministic(self, recipes: dict[str, Any]) -> bool:
+    def start_again(self) -> None:
+        """Look for any kind of violation again: each case of a feature is judged by itself."""
+        self.kind, self.calls_to_shrink = None, 0
+
+    def is_nondeterministic(self, recipes: dict[str, Any], kind: str) -> bool:
         """Whether three more runs of a counterexample come to anything else."""
         kinds = set()
         for _ in range(3):
@@ -232,7 +238,7 @@ class Search:
                 kinds.add(None)
             except Violation as violation:
                 kinds.add(violation.kind)
-        return kinds != {self.kind}
+        return kinds != {kind}
 
 
 def seed_of(clause: Clause, seed: int, case: str = "") -> int:

@@ -1,24 +1,42 @@
-"""How recipes, tensors and evidence are stored in a report and written as text."""
+"""How recipes, tensors and evidence are stored in a report and written as text.
 
+Whatever comes from an implementation (its messages, its name) is of unknown origin: it is made printable here.
+"""
+
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from spec_lm.conformance.operators import Operator
-from spec_lm.conformance.report import Outcome
+from spec_lm.conformance.report import Outcome, Report, printable
 from spec_lm.conformance.strategies import build, to_json
 from spec_lm.conformance.tolerance import Evidence
 
 MOST_NUMBERS = 64
+_WHOLE_WEIGHT = 8  # an entry of a weight dict with more numbers is shown by its shape
+_WIDTH = 110
 _LONGEST_LINE = 150
+_LABEL = 10
+_AROUND = 3  # entries on each side of the worst one
+_BUILT_IN = "spec_lm.reference.adapters"
+
+
+# --------------------------------------------------------------------------------------------------------- to a report
 
 
 def counterexample_of(recipes: Mapping[str, Any], operator: Operator) -> dict[str, Any]:
     """A counterexample for the report: its recipes, and what they build, up to 64 numbers each."""
-    values = {name: _stored(value) for name, value in _flattened(recipes)}
+    parts = [
+        (argument, name, value) for argument in recipes for name, value in _flattened({argument: recipes[argument]})
+    ]
+    seen = Counter(name for _, name, _ in parts)  # two argument lists are told apart by the name of the list
+    values = {f"{argument}.{name}" if seen[name] > 1 else name: _stored(value) for argument, name, value in parts}
     return {"recipes": {name: to_json(recipe) for name, recipe in recipes.items()}, "values": values}
 
 
@@ -41,47 +59,88 @@ def _stored(value: Any) -> Any:
         return value
     stored = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
     if value.numel() <= MOST_NUMBERS:
-        stored["data"] = (value.double() if value.is_floating_point() else value).tolist()
+        stored["data"] = _listed(value)
     return stored
 
 
+def _listed(value: Tensor) -> Any:
+    return (value.double() if value.is_floating_point() else value).tolist()
+
+
 def evidence_of(evidence: Evidence | None) -> dict[str, Any] | None:
-    """What was seen, for the report: whole where small, else the worst entry."""
+    """What was seen, for the report: whole where small, else the entries beside the worst one on its last axis."""
     if evidence is None:
         return None
-    at = {"index": list(evidence.index), "error": evidence.error, "bound": evidence.bound}
+    about = {"index": list(evidence.index), "error": evidence.error, "bound": evidence.bound}
+    about |= {"dtype": evidence.dtype, "ordered": evidence.ordered}
     sides = {"got": evidence.got, "expected": evidence.expected}
-    return {name: _side(side, evidence.index) for name, side in sides.items()} | at
+    tensor = next((side for side in sides.values() if isinstance(side, Tensor)), None)
+    about["shape"] = None if tensor is None else list(tensor.shape)
+    return {name: _side(side, evidence.index) for name, side in sides.items()} | about
 
 
 def _side(side: Any, index: tuple[int, ...]) -> Any:
     if not isinstance(side, Tensor):
         return side
-    return side.tolist() if side.numel() <= MOST_NUMBERS else float(side[index])
+    if side.numel() <= MOST_NUMBERS:
+        return _listed(side)
+    if not index:
+        return {"first": 0, "entries": _listed(side.flatten()[: 2 * _AROUND])}
+    first = max(0, index[-1] - _AROUND)
+    return {"first": first, "entries": _listed(side[index[:-1]][first : index[-1] + _AROUND + 1])}
+
+
+# ------------------------------------------------------------------------------------------------------------- numbers
 
 
 def tensor_text(stored: Any) -> str:
     """A stored value on one line: `[[1., 0.]]  (1, 2) float32`; a scalar is itself."""
     if not isinstance(stored, Mapping) or "shape" not in stored:
-        return str(stored)
-    shape = "(" + ", ".join(map(str, stored["shape"])) + ("," if len(stored["shape"]) == 1 else "") + ")"
-    about = f"{shape} {stored['dtype']}"
-    if "data" not in stored:
-        return about
-    text = numbers_text(stored["data"], stored["dtype"])
-    return f"{text}  {about}" if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]} ..  {about}"
+        return printable(str(stored))
+    about = f"{shape_text(stored['shape'])} {stored['dtype']}"
+    return f"{numbers_text(stored['data'], stored['dtype'])}  {about}" if "data" in stored else about
 
 
-def numbers_text(data: Any, dtype: str = "float64") -> str:
-    """Nested lists of numbers on one line, each as short as its dtype allows."""
-    if isinstance(data, str):
-        return data
-    kinds = {"float64": np.float64, "bool": np.bool_, "int64": np.int64, "int32": np.int32}
-    array = np.asarray(_numbers(data), dtype=kinds.get(dtype, np.float32))
-    if array.ndim == 0:
-        return f"{array.item():.7g}" if array.dtype.kind == "f" else str(array.item())
-    text = np.array2string(array, separator=", ", threshold=10**6, max_line_width=10**6, floatmode="unique")
-    return re.sub(r"\s+", " ", text).replace("[ ", "[")
+def shape_text(shape: Iterable[int]) -> str:
+    """A shape as a tuple: (2,), (2, 3)."""
+    return str(tuple(shape))
+
+
+def numbers_text(data: Any, dtype: str = "float64", longest: int = _LONGEST_LINE) -> str:
+    """Nested lists of numbers on one line, each as short as its dtype allows, the middle of long ones left out."""
+    if isinstance(data, str) and data not in ("nan", "inf", "-inf"):
+        return printable(data)
+    array = np.asarray(_numbers(data))
+    text = _written(array, dtype, edge=10**6)
+    for edge in (3, 2, 1):
+        text = _written(array, dtype, edge) if len(text) > longest else text
+    return text if len(text) <= longest else f"{text[:longest]} .."
+
+
+def _written(array: np.ndarray, dtype: str, edge: int) -> str:
+    formatter = {"float_kind": lambda number: _shortest(number, dtype)}
+    text = np.array2string(
+        array, separator=", ", threshold=0, edgeitems=edge, max_line_width=10**6, formatter=formatter
+    )
+    return re.sub(r"\s+", " ", text).replace("[ ", "[").replace("...", "..")
+
+
+def _shortest(number: float, dtype: str) -> str:
+    """The fewest digits that tell a number from its neighbors in a dtype: 0.1 in bfloat16, 0.1001 in float16."""
+    if not math.isfinite(number):
+        return "NaN" if math.isnan(number) else str(number)
+    for digits in range(1, 17):
+        text = f"{number:.{digits}g}"
+        if _rounded(float(text), dtype) == _rounded(number, dtype):
+            break
+    text = f"{float(text):.6f}".rstrip("0") if "e+" in text and abs(number) < 1e6 else text
+    return text if set(text) & {".", "e"} else f"{text}."
+
+
+def _rounded(number: float, dtype: str) -> float:
+    """The nearest number of a dtype; what lies beyond its range stays as it is."""
+    rounded = float(torch.tensor(number, dtype=torch.float64).to(getattr(torch, dtype)))
+    return rounded if math.isfinite(rounded) else number
 
 
 def _numbers(data: Any) -> Any:
@@ -91,39 +150,197 @@ def _numbers(data: Any) -> Any:
     return float(data) if isinstance(data, str) else data
 
 
+# ------------------------------------------------------------------------------------------------------------ failures
+
+
 def values_text(values: Mapping[str, Any]) -> Iterator[str]:
-    """The arguments of a counterexample, a line each; weight dicts' large entries last, scalars together."""
-    scalars = []
+    """The arguments of a counterexample: a line each; then weight dicts, closely set; scalars by the last tensor."""
+    lines: list[str] = []
+    dicts: dict[str, list[str]] = {}
+    scalars: list[str] = []
     for name, stored in values.items():
-        if isinstance(stored, Mapping) and "shape" in stored:
-            yield f"{name} = {tensor_text(stored)}"
+        if not isinstance(stored, Mapping) or "shape" not in stored:
+            scalars.append(f"{name} = {tensor_text(stored)}")
+        elif inside := re.fullmatch(r"([\w.]+)\['(.+)'\]", name):
+            dicts.setdefault(inside[1], []).append(_weight_text(inside[2], stored))
         else:
-            scalars.append(f"{name} = {stored}")
-    if scalars:
-        yield ", ".join(scalars)
+            lines.append(f"{name} = {tensor_text(stored)}")
+    beside = ", ".join(scalars)
+    if beside and lines and len(lines[-1]) + 4 + len(beside) <= _WIDTH:
+        lines[-1] += f"    {beside}"
+    elif beside:
+        lines.append(beside)
+    for name, entries in dicts.items():
+        lines += _set_closely(name, entries)
+    yield from lines
+
+
+def _weight_text(key: str, stored: Mapping[str, Any]) -> str:
+    """An entry of a weight dict: whole where it is small."""
+    if "data" in stored and math.prod(stored["shape"]) <= _WHOLE_WEIGHT:
+        return f"{key} {numbers_text(stored['data'], stored['dtype'])}"
+    return f"{key} {shape_text(stored['shape'])}"
+
+
+def _set_closely(label: str, entries: list[str]) -> Iterator[str]:
+    """Entries side by side, as many on a line as fit, under a label."""
+    line, indent = f"{label:{_LABEL - 1}} ", " " * _LABEL
+    for number, entry in enumerate(entries):
+        text = entry + (";" if number + 1 < len(entries) else "")
+        if len(line) + len(text) > _WIDTH and line.strip() not in ("", label):
+            yield line.rstrip()
+            line = indent
+        line += f"{text} "
+    yield line.rstrip()
 
 
 def evidence_text(evidence: Mapping[str, Any]) -> Iterator[str]:
-    """got, expected, and where they differ worst, by how much, and how much is allowed."""
-    for side in ("got", "expected"):
-        text = numbers_text(evidence[side])
-        yield f"{side:9} {text if len(text) <= _LONGEST_LINE else text[:_LONGEST_LINE] + ' ..'}"
-    where = ", ".join(map(str, evidence["index"]))
-    if evidence["error"] is not None:
-        error, bound = (float(evidence[name]) for name in ("error", "bound"))
-        yield f"worst     at [{where}]: err {error:.2g}, bound {bound:.2g}"
+    """got, expected, where they differ worst, by how much, and how much is allowed: on one line where it fits."""
+    labels = ("low", "high") if evidence.get("ordered") else ("got", "expected")
+    texts = _sides_text(evidence)
+    pieces = [f"{label:{_LABEL - 1}} {text}" for label, text in zip(labels, texts, strict=True)]
+    if worst := _worst_text(evidence):
+        pieces.append(f"{'worst':{_LABEL - 1}} {worst}")
+    joined = "   ".join([pieces[0], *(re.sub(r" +", " ", piece[:_LABEL]) + piece[_LABEL:] for piece in pieces[1:])])
+    yield from [joined] if len(joined) <= _WIDTH else pieces
+
+
+def _sides_text(evidence: Mapping[str, Any]) -> list[str]:
+    """Both sides in the digits of the output's dtype, or in those of float64 where they would read the same."""
+    index, dtype = evidence["index"], evidence.get("dtype", "float64")
+    texts = [_side_text(evidence[name], index, dtype) for name in ("got", "expected")]
+    if texts[0] == texts[1]:
+        texts = [_side_text(evidence[name], index, "float64") for name in ("got", "expected")]
+    return texts
+
+
+def _side_text(side: Any, index: list[int], dtype: str) -> str:
+    if isinstance(side, Mapping):
+        return _window_text(side["entries"], side["first"], index, dtype)
+    if len(text := numbers_text(side, dtype, longest=10**6)) <= _WIDTH - _LABEL:
+        return text
+    if not index or not isinstance(side, list):
+        return numbers_text(side, dtype, longest=_WIDTH - _LABEL)
+    for axis in index[:-1]:
+        side = side[axis if len(side) > 1 else 0]
+    first = max(0, index[-1] - _AROUND)
+    return _window_text(side[first : index[-1] + _AROUND + 1], first, index, dtype)
+
+
+def _window_text(entries: list[Any], first: int, index: list[int], dtype: str) -> str:
+    """A part of the last axis, with the place where it begins."""
+    place = ", ".join([*map(str, index[:-1]), f"{first}:{first + len(entries)}"])
+    return f"{numbers_text(entries, dtype)} at [{place}]"
+
+
+def _worst_text(evidence: Mapping[str, Any]) -> str:
+    index = ", ".join(map(str, evidence["index"]))
+    place = f"at [{index}]" if index else ""
+    if evidence["error"] is None:
+        return place
+    error, bound = (float(evidence[name]) for name in ("error", "bound"))
+    what = "low exceeds high by" if evidence.get("ordered") else "err"
+    return f"{place + ': ' if place else ''}{what} {error:.2g}, bound {bound:.2g}".replace("nan", "NaN")
+
+
+# Messages of plain comparisons, which say no more than the evidence below them.
+_PLAIN = re.compile(
+    r"values differ by more than rounding allows|values are not equal|the order is broken|got \S+ where .*"
+)
 
 
 def failure_text(outcome: Outcome, replay: str = "") -> str:
-    """A failure as a person reads it: sentence, input, got, expected, how to run it again, where to read on."""
-    lines = [f"FAILS  {outcome.clause:<90} {outcome.level.upper()}", f"  {outcome.sentence}"]
+    """A failure as a person reads it: sentence, input, what was seen, how to run it again, where to read on."""
+    if outcome.outcome == "error":
+        return f"ERROR  {outcome.clause:<72} {outcome.level.upper()}\n{_indented(outcome.message)}"
+    lines = [f"FAILS  {outcome.clause:<72} {outcome.level.upper()}", f"  {outcome.sentence}"]
     if outcome.counterexample:
         lines += [f"  {line}" for line in values_text(outcome.counterexample["values"])]
-    lines.append(f"  seen      {outcome.message}")
+    if not (outcome.evidence and _PLAIN.fullmatch(outcome.message)):
+        said = outcome.message.replace("\n", "\n" + " " * (_LABEL + 2))
+        lines.append(f"  {'seen':{_LABEL - 1}} {printable(said)}")
     if outcome.evidence:
         lines += [f"  {line}" for line in evidence_text(outcome.evidence)]
     if replay:
-        lines.append(f"  again     {replay}")
-    lines.append(f"  read      spec-lm explain {outcome.clause}")
+        lines.append(f"  {'again':{_LABEL - 1}} {replay}")
+    lines.append(f"  {'read':{_LABEL - 1}} spec-lm explain {outcome.clause}")
     return "\n".join(lines)
 
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in printable(text).splitlines())
+
+
+# ------------------------------------------------------------------------------------------------------- a whole check
+
+
+def header_text(header: Mapping[str, Any]) -> str:
+    """What is checked, with what, and how."""
+    versions = header["versions"]
+    torch_version = str(versions["torch"]).split("+")[0]
+    parts = [
+        f"spec_lm {versions['spec_lm']}, spec {header['spec']}",
+        name_of(header),
+        f"torch {torch_version} {header['device']} {header['dtype']}",
+        f"seed {header['seed']}, {header['examples']} examples, level {header['level']}",
+    ]
+    declared = [f"{name}={choice}" for name, choice in header.get("conventions", {}).items()]
+    declared += [f"supports {name}" for name in header.get("supports", {})]
+    return printable(" | ".join(parts + ([", ".join(declared)] if declared else [])))
+
+
+def name_of(header: Mapping[str, Any]) -> str:
+    """The implementation as its user wrote it."""
+    name = str(header["implementation"])
+    return "the built-in reference" if name == _BUILT_IN else printable(name)
+
+
+def operator_text(operator: str, outcomes: list[Outcome], width: int = 0) -> str:
+    """One line about an operator: how many clauses came to what, and why some were not judged."""
+    counts = Counter(outcome.outcome for outcome in outcomes)
+    if counts["absent"]:
+        return f"  {operator:<{width}}   absent ({printable(outcomes[0].message)})"
+    parts = [f"{counts['holds']:>2} {_verb(counts['holds'], 'hold')}"]
+    parts += [f"{counts[status]} {_verb(counts[status], 'fail')}" for status in ("fails",) if counts[status]]
+    parts += [f"{counts[status]} {status}" for status in ("waived", "error") if counts[status]]
+    reasons = Counter(outcome.message for outcome in outcomes if outcome.outcome == "not_judged")
+    parts += [f"{n} not judged ({_shortened(reason)})" for reason, n in reasons.items()]
+    return f"  {operator:<{width}}   " + "   ".join(parts)
+
+
+def _verb(count: int, verb: str) -> str:
+    return verb + "s" if count == 1 else verb
+
+
+def _shortened(text: str, longest: int = 90) -> str:
+    text = printable(" ".join(text.split()))
+    return text if len(text) <= longest else f"{text[:longest]} .."
+
+
+def summary_text(report: Report) -> str:
+    """The last line: the verdict, and of how many clauses."""
+    counts, total = report.counts, report.header.get("clauses", len(report.outcomes))
+    levels = sorted({outcome.level for outcome in report}) or [str(report.header["level"])]
+    ran = counts["holds"] + counts["fails"] + counts["waived"]
+    parts = [f"{ran} of {total} {' and '.join(levels).upper().replace('AND', 'and')} clauses ran"]
+    parts[0] += f", {counts['holds']} {_verb(counts['holds'], 'hold')}"
+    parts[0] += f", {counts['fails']} {_verb(counts['fails'], 'fail')}" if counts["fails"] else ""
+    parts[0] += f", {counts['waived']} waived" if counts["waived"] else ""
+    parts += [f"not judged: {counts['not_judged']}"] if counts["not_judged"] else []
+    parts += [f"errors: {counts['error']}"] if counts["error"] else []
+    sizes = Counter(outcome.operator for outcome in report.of("absent"))
+    absent = [f"{operator} ({sizes[operator]})" for operator in report.absent]
+    parts += [f"not provided: {', '.join(absent)}"] if absent else []
+    return f"{name_of(report.header)} {_verdict(report)}: {'; '.join(parts)}"
+
+
+def _verdict(report: Report) -> str:
+    if not report.complete:
+        return "was not checked to the end"
+    if report.of("fails"):
+        return "does not conform"
+    if not report.provided:
+        return "provides nothing that was to be checked"
+    if report.missing:
+        return f"does not provide what is required ({', '.join(report.missing)})"
+    return "could not be checked in full" if report.of("error") else "conforms"

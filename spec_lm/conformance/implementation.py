@@ -1,10 +1,12 @@
 """From "path/to/adapters.py", "package.module", "package.module:thing" or "softmax=torch:softmax" to operators."""
 
+import contextlib
 import importlib
 import importlib.util
 import re
 import sys
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,12 +17,13 @@ from typing import Any
 
 from spec_lm.conformance.clause import nearest
 from spec_lm.conformance.operators import OPERATORS, Operator
+from spec_lm.conformance.report import UserError
 
 BUILT_IN = "spec_lm.reference.adapters"
 _PROJECT_MARKS = ("pyproject.toml", "setup.py", "setup.cfg", ".git")
 
 
-class ImplementationError(Exception):
+class ImplementationError(UserError):
     """An implementation cannot be loaded; the text says why and what to try."""
 
 
@@ -54,13 +57,17 @@ def loaded(spec: Any) -> Iterator[Implementation]:
     Raises:
         ImplementationError: it cannot be imported, or provides no operator.
     """
-    if isinstance(spec, tuple | list):
-        yield _from_pairs([str(pair) for pair in spec])
+    if isinstance(spec, str) and spec == BUILT_IN:
+        yield from_object(importlib.import_module(BUILT_IN), BUILT_IN)
+    elif isinstance(spec, tuple | list):
+        with _folders_on_path([Path.cwd()]):
+            yield _from_pairs([str(pair) for pair in spec])
     elif isinstance(spec, Path) or (isinstance(spec, str) and _is_path(spec)):
         with _importable(_existing(spec)) as module:
             yield from_object(module, str(spec))
     elif isinstance(spec, str) and "=" in spec:
-        yield _from_pairs([spec])
+        with _folders_on_path([Path.cwd()]):
+            yield _from_pairs(spec.split())
     elif isinstance(spec, str):
         with _folders_on_path([Path.cwd()]):
             yield from_object(_resolve(spec), spec)
@@ -126,8 +133,7 @@ def _from_pairs(pairs: list[str]) -> Implementation:
         name = name.strip().removeprefix("run_")
         if name not in OPERATORS:
             raise ImplementationError(f"{pair}: no operator is named {name}{nearest(name, list(OPERATORS))}")
-        with _folders_on_path([Path.cwd()], keep=True):
-            function = _resolve(target)
+        function = _resolve(target)
         if not callable(function):
             raise ImplementationError(f"{pair}: {target} is a {type(function).__name__}, expected a function")
         is_adapter = target.rpartition(":")[2].rpartition(".")[2] == OPERATORS[name].run_name
@@ -150,7 +156,10 @@ def _resolve(target: str) -> Any:
 def _import(load: Callable[[], Any], what: str) -> Any:
     """Load it; whatever it raises becomes an error that says why and what to try."""
     try:
-        return load()
+        # What it prints while it is imported must not get between the lines that others read from stdout.
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return load()
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -218,26 +227,24 @@ def _module_of(path: Path, package: tuple[Path, str] | None) -> ModuleType:
 
 
 @contextmanager
-def _folders_on_path(folders: list[Path], keep: bool = False) -> Iterator[None]:
+def _folders_on_path(folders: list[Path]) -> Iterator[None]:
     """sys.path begins with the folders inside the block; afterwards it, and their modules, are as they were.
 
     Modules of the same names that came from elsewhere (another project's `tests`) are out of the way meanwhile.
     """
     inside = [str(folder) for folder in dict.fromkeys(folders)]
     path_before, modules_before = list(sys.path), dict(sys.modules)
-    if not keep:
-        for name in _shadowing(folders):
-            del sys.modules[name]
+    for name in _shadowing(folders):
+        del sys.modules[name]
     sys.path[:0] = inside
     importlib.invalidate_caches()
     try:
         yield
     finally:
         sys.path[:] = path_before
-        if not keep:
-            for name in [n for n, m in sys.modules.items() if n not in modules_before and _lies_in(m, inside)]:
-                del sys.modules[name]
-            sys.modules.update(modules_before)
+        for name in [n for n, m in sys.modules.items() if n not in modules_before and _lies_in(m, inside)]:
+            del sys.modules[name]
+        sys.modules.update(modules_before)
 
 
 def _shadowing(folders: list[Path]) -> list[str]:

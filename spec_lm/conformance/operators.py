@@ -1,16 +1,17 @@
 """The twelve operators: how each is called, what it returns, and an implementation's operator as a clause sees it."""
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lm.conformance.bounds import bounded
-from spec_lm.conformance.tolerance import Evidence, Output, Raised, Violation
+from spec_lm.conformance.bounds import CONVENTIONS, bounded
+from spec_lm.conformance.tolerance import Evidence, Output, Raised, Violation, close
 
 Weights = Mapping[str, Tensor]
 
@@ -242,6 +243,49 @@ class Checked:
         self._judge(result, arguments)
         return Output(result, lambda: self._error(arguments), self.observe)
 
+    def gradient(self, arguments: Sequence[Any], cotangent: Tensor, of: int = 0) -> Tensor | None:
+        """The gradient of sum(cotangent * output) with respect to one argument, by its number.
+
+        None where the output carries none, or cannot be made to: an implementation need not be differentiable.
+        """
+        self.handed = tuple(fresh(value, self.device) for value in arguments)
+        try:
+            with torch.enable_grad():
+                leaf = self.handed[of].requires_grad_()
+                result = self._called()
+                (gradient,) = torch.autograd.grad(result, leaf, cotangent.to(result), allow_unused=True)
+        except Exception:
+            return None
+        return None if gradient is None else gradient.cpu()
+
+    @contextmanager
+    def naming(self, convention: str, *arguments: Any) -> Iterator[None]:
+        """Where a comparison inside fails, but the result is right under another choice of the convention, say so.
+
+        Raises:
+            Violation: names that choice and how to declare it; else what the comparison raised.
+        """
+        try:
+            yield
+        except Violation:
+            choices = CONVENTIONS[convention]
+            for choice in choices:
+                other = choice != self.conventions.get(convention, choices[0])
+                if other and self._follows({**self.conventions, convention: choice}, arguments):
+                    words = _CHOICES.get(choice, f"{convention} {choice!r}")
+                    in_code = f"spec_lm_conventions = {{{convention!r}: {choice!r}}}"
+                    message = f"this is {words}; if intended, declare {in_code} or --convention {convention}={choice}"
+                    raise Violation(message, kind=f"convention {choice}") from None
+            raise
+
+    def _follows(self, conventions: Mapping[str, str], arguments: tuple[Any, ...]) -> bool:
+        other = replace(self, conventions=conventions, observe=lambda ratio: None)
+        try:
+            close(other(*arguments), other.exact(*arguments))
+        except Violation:
+            return False
+        return True
+
     def exact(self, *arguments: Any) -> Tensor:
         """The oracle's float64 values on the same inputs."""
         return torch.from_numpy(self._bounded(arguments)[0])
@@ -274,6 +318,13 @@ class Checked:
 
     def _error(self, arguments: tuple[Any, ...]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(self._bounded(arguments)[1]))
+
+
+# What a reader calls a choice of a convention.
+_CHOICES = {
+    "neighbors": "the pairing of neighbors (2i, 2i + 1)",
+    "halves": "the half-split pairing (i, i + d_k/2)",
+}
 
 
 def _kind_of(result: Any) -> str:

@@ -12,8 +12,21 @@ Status = Literal["holds", "fails", "waived", "absent", "not_judged", "error"]
 STATUSES: tuple[Status, ...] = ("holds", "fails", "waived", "absent", "not_judged", "error")
 
 
-class ReportError(Exception):
+class UserError(Exception):
+    """What the user of a front end can mend; its text is the whole message."""
+
+
+class ReportError(UserError):
     """A report file cannot be read; the text says which line, and why."""
+
+
+def printable(text: str) -> str:
+    """Text of unknown origin as one may print it: control characters, line ends apart, are written as escapes."""
+    return "".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    return "    " if character == "\t" else character.encode("unicode_escape").decode("ascii")
 
 
 @dataclass(frozen=True)
@@ -102,8 +115,9 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1 where a clause fails; else 2 where one could not be run or what is required is missing; else 0."""
-        if self.of("fails"):
+        """2 where the check was interrupted; else 1 where a clause fails; else 2 where one could not be run, what is
+        required is missing or nothing is provided; else 0."""
+        if self.of("fails") and self.complete:
             return 1
         return 2 if self.of("error") or self.missing or not self.provided or not self.complete else 0
 

@@ -20,12 +20,13 @@ import torch
 from hypothesis.configuration import set_hypothesis_home_dir, storage_directory
 
 import spec_lm
+from spec_lm.conformance.bounds import CONVENTIONS
 from spec_lm.conformance.clause import CLAUSES, Clause, Level, Search, nearest, seed_of
 from spec_lm.conformance.display import counterexample_of, evidence_of
 from spec_lm.conformance.implementation import BUILT_IN, Implementation, loaded
 from spec_lm.conformance.operators import OPERATORS, Checked
-from spec_lm.conformance.report import Outcome, Report
-from spec_lm.conformance.strategies import Domain, NotJudged, plainest
+from spec_lm.conformance.report import Outcome, Report, ReportError, UserError
+from spec_lm.conformance.strategies import Domain, NotJudged, from_json, plainest
 from spec_lm.conformance.tolerance import Raised, Violation
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -33,13 +34,14 @@ SIGNATURE = "keeps_its_signature"
 Emit = Callable[[Outcome], None]
 
 
-class UsageError(Exception):
+class UsageError(UserError):
     """`check` was asked for something that is not there; the text says what, and what there is."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a check runs: examples a clause, seed, dtype, device, declared conventions and supports."""
+    """How a check runs: examples a clause, seed, dtype, device, declared conventions and supports, and whether a
+    counterexample is made smaller."""
 
     examples: int = 50
     seed: int = 0
@@ -47,14 +49,24 @@ class Settings:
     device: str = "cpu"
     conventions: Mapping[str, str] = field(default_factory=dict)
     supports: Mapping[str, Any] = field(default_factory=dict)
+    shrink: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}{nearest(self.dtype, list(DTYPES))}")
+        for name, choice in self.conventions.items():
+            if choice not in CONVENTIONS.get(name, ()):
+                known = ", ".join(f"{each}={'|'.join(choices)}" for each, choices in CONVENTIONS.items())
+                raise UsageError(f"no convention is {name}={choice}; there are {known}")
         if self.examples < 1:
             raise UsageError(f"examples is {self.examples}; at least 1 must be drawn")
         if self.device != "cpu" and not torch.cuda.is_available():
             raise UsageError(f"device {self.device!r} was asked for, but this torch sees no such device; use cpu")
+
+    def declared_by(self, subject: Implementation) -> "Settings":
+        """With what an implementation declares, where these do not say otherwise."""
+        conventions = {**subject.conventions, **self.conventions}
+        return replace(self, conventions=conventions, supports={**subject.supports, **self.supports})
 
 
 def check(
@@ -70,6 +82,7 @@ def check(
     conventions: Mapping[str, str] | None = None,
     supports: Mapping[str, Any] | None = None,
     require: Iterable[str] = (),
+    on_start: Callable[[dict[str, Any]], None] = lambda header: None,
     on_outcome: Emit = lambda outcome: None,
 ) -> Report:
     """Check an implementation against the clauses, in this process.
@@ -87,6 +100,7 @@ def check(
         conventions: declared choices, over those the implementation declares.
         supports: the declared part of the domain, over what the implementation declares.
         require: operators that must be provided ("all": every one).
+        on_start: called with the report's header before the first clause runs.
         on_outcome: called with each outcome as it comes.
 
     Returns:
@@ -106,12 +120,9 @@ def check(
         on_outcome(outcome)
 
     with preserved(seed), loaded(implementation) as subject:
-        settings = replace(
-            settings,
-            conventions={**subject.conventions, **settings.conventions},
-            supports={**subject.supports, **settings.supports},
-        )
-        header = header_of(subject, settings, level)
+        settings = settings.declared_by(subject)
+        header = header_of(subject, settings, level) | {"clauses": len(chosen), "required": list(required)}
+        on_start(header)
         for operator, group in _by_operator(chosen).items():
             run_operator(operator, group, subject.functions.get(operator), settings, emit)
     return Report(header, tuple(collected), required)
@@ -128,12 +139,22 @@ def select(operators: Iterable[str] | None, clauses: Iterable[str] | None, level
     wanted = _known_operators(operators or ())
     ids = list(clauses or ())
     for clause_id in ids:
-        if clause_id not in CLAUSES:
-            raise UsageError(f"no clause has the id {clause_id}{nearest(clause_id, list(CLAUSES))}")
+        known_clause(clause_id)
     if ids:
         return [CLAUSES[clause_id] for clause_id in ids if not wanted or CLAUSES[clause_id].operator in wanted]
     levels = ("must",) if level == "must" else ("must", "should")
     return [c for c in CLAUSES.values() if c.level in levels and (not wanted or c.operator in wanted)]
+
+
+def known_clause(clause_id: str) -> Clause:
+    """The clause of an id.
+
+    Raises:
+        UsageError: there is none; the nearest is suggested.
+    """
+    if clause_id not in CLAUSES:
+        raise UsageError(f"no clause has the id {clause_id}{nearest(clause_id, list(CLAUSES))}")
+    return CLAUSES[clause_id]
 
 
 def _known_operators(names: Iterable[str], also: tuple[str, ...] = ()) -> tuple[str, ...]:
@@ -170,30 +191,50 @@ def _by_operator(clauses: list[Clause]) -> dict[str, list[Clause]]:
 def run_operator(
     operator: str, clauses: list[Clause], function: Callable[..., Any] | None, settings: Settings, emit: Emit
 ) -> None:
-    """Run the clauses of one operator: whether it is there, its signature, its features, then the rest."""
-    domain = Domain(operator, settings.dtype, supports=settings.supports)
-    reason = "not provided" if function is None else why_absent(domain, function)
-    if reason:
-        for clause in clauses:
-            emit(_outcome(clause, "absent", reason))
-        return
-    checked = Checked(OPERATORS[operator], function, settings.conventions, device=settings.device)
-    lost = ""
-    for clause in sorted(clauses, key=lambda c: (c.name != SIGNATURE, not c.feature)):
-        if lost:
-            emit(_outcome(clause, "not_judged", lost))
-            continue
-        outcome, lacking = run_clause(clause, checked, domain, settings)
-        emit(outcome)
-        domain = replace(domain, without=domain.without | lacking)
+    """Run the clauses of one operator, in the order in which one decides about the next."""
+    run = OperatorRun(operator, function, settings)
+    for clause in in_order(clauses):
+        emit(run.outcome(clause))
+
+
+def in_order(clauses: Iterable[Clause]) -> list[Clause]:
+    """The signature, then what may be lacking (features), then the rest."""
+    return sorted(clauses, key=lambda clause: (clause.name != SIGNATURE, not clause.feature))
+
+
+class OperatorRun:
+    """One operator under check, and what is known of it so far: whether it is there, its signature, what it lacks.
+
+    Args:
+        operator: its name.
+        function: of the plain signature; None where it is not provided.
+        settings: how the check runs.
+    """
+
+    def __init__(self, operator: str, function: Callable[..., Any] | None, settings: Settings) -> None:
+        self.settings = settings
+        self.domain = Domain(operator, settings.dtype, supports=settings.supports)
+        unprovided = function or (lambda *arguments: None)
+        self.checked = Checked(OPERATORS[operator], unprovided, settings.conventions, device=settings.device)
+        self.absent = "not provided" if function is None else why_absent(self.domain, self.checked)
+        self.lost = ""
+
+    def outcome(self, clause: Clause) -> Outcome:
+        """Run a clause, on what the clauses before it left of the domain."""
+        if self.absent:
+            return _outcome(clause, "absent", self.absent)
+        if self.lost:
+            return _outcome(clause, "not_judged", self.lost)
+        outcome, lacking = run_clause(clause, self.checked, self.domain, self.settings)
+        self.domain = replace(self.domain, without=self.domain.without | lacking)
         if clause.name == SIGNATURE and outcome.outcome == "fails":
-            lost = f"{clause.id} fails: {outcome.message}"
+            self.lost = f"{clause.id} fails: {outcome.message}"
+        return outcome
 
 
-def why_absent(domain: Domain, function: Callable[..., Any]) -> str:
+def why_absent(domain: Domain, checked: Checked) -> str:
     """The reason why an operator is not there yet, by one call on the plainest input; empty where it is."""
-    checked = Checked(OPERATORS[domain.operator], function)
-    name = getattr(function, "__name__", domain.operator)
+    name = getattr(checked.function, "__name__", domain.operator)
     try:
         with quiet():
             checked(*plainest(domain).build())
@@ -215,23 +256,41 @@ def run_clause(
     started = time.perf_counter()
     search = Search(clause, checked)
     torch.manual_seed(settings.seed)
-    lacking: frozenset[str] = frozenset()
-    violation: Violation | None = None
+    violations: dict[str, Violation] = {}
     try:
         with quiet():
-            for case, examples in _shares(clause, settings.examples):
-                found = _searched(clause, search, domain, case, examples, settings.seed)
-                violation = violation or found
-                if found is not None and clause.feature:
-                    lacking |= {case or clause.feature}
-                elif found is not None:
-                    break
-        outcome = _judged(clause, search, violation)
+            violations = _violations(clause, search, domain, settings)
+            outcome = _judged(clause, search, next(iter(violations.values()), None))
     except NotJudged as reason:
         outcome = _outcome(clause, "not_judged", str(reason))
     except Exception:
         outcome = _outcome(clause, "error", f"the clause itself failed:\n{traceback.format_exc()}")
+    lacking = frozenset(case or clause.feature for case in violations) if clause.feature else frozenset()
     return replace(outcome, seconds=round(time.perf_counter() - started, 4)), lacking
+
+
+def _violations(clause: Clause, search: Search, domain: Domain, settings: Settings) -> dict[str, Violation]:
+    """What the searches of the cases found: the first violation; of a feature, one for each case that is lacking.
+
+    Raises:
+        NotJudged: no case is left in the domain.
+    """
+    violations: dict[str, Violation] = {}
+    reasons: list[NotJudged] = []
+    for case, examples in (shares := list(_shares(clause, settings.examples))):
+        try:
+            found = _searched(clause, search, domain, case, examples, settings)
+        except NotJudged as reason:
+            reasons.append(reason)
+            continue
+        if found is not None:
+            violations[case] = found
+            if not clause.feature:
+                break
+            search.start_again()
+    if len(reasons) == len(shares):
+        raise reasons[-1]
+    return violations
 
 
 def _shares(clause: Clause, examples: int) -> Iterator[tuple[str, int]]:
@@ -247,12 +306,14 @@ def _shares(clause: Clause, examples: int) -> Iterator[tuple[str, int]]:
 
 
 def _searched(
-    clause: Clause, search: Search, domain: Domain, case: str, examples: int, seed: int
+    clause: Clause, search: Search, domain: Domain, case: str, examples: int, settings: Settings
 ) -> Violation | None:
     """The smallest violation a search of one case finds."""
-    test = clause.test(search.checked, domain=domain, case=case, examples=examples, search=search)
+    test = clause.test(
+        search.checked, domain=domain, case=case, examples=examples, search=search, shrink=settings.shrink
+    )
     try:
-        hypothesis.seed(seed_of(clause, seed, case))(test)()
+        hypothesis.seed(seed_of(clause, settings.seed, case))(test)()
     except Violation as violation:
         return violation
     return None
@@ -264,7 +325,7 @@ def _judged(clause: Clause, search: Search, violation: Violation | None) -> Outc
         return replace(_outcome(clause, "holds", ""), **seen)
     recipes = violation.recipes or {}
     message = str(violation)
-    if search.is_nondeterministic(recipes):
+    if search.is_nondeterministic(recipes, violation.kind):
         message = f"nondeterministic: the same call came to different results; once it {message}"
     return replace(
         _outcome(clause, "fails", message),
@@ -276,6 +337,63 @@ def _judged(clause: Clause, search: Search, violation: Violation | None) -> Outc
 
 def _outcome(clause: Clause, status: Any, message: str) -> Outcome:
     return Outcome(clause.id, clause.operator, clause.level, status, message, clause.sentence)
+
+
+# ------------------------------------------------------------------------------------------------------------- again
+
+
+def replay(report: Report, clauses: Iterable[str] = (), on_outcome: Emit = lambda outcome: None) -> list[Outcome]:
+    """Run a report's counterexamples again, on the implementation that its header names and as it says.
+
+    Args:
+        report: read from its file, or as `check` returned it.
+        clauses: only those of these ids; by default all.
+        on_outcome: called with each outcome as it comes.
+
+    Returns:
+        An outcome for each counterexample: it holds there now, or fails as it did, or its operator is absent.
+
+    Raises:
+        ReportError: this version cannot read the header or a recipe.
+        ImplementationError: the implementation cannot be loaded.
+    """
+    wanted = set(clauses)
+    stored = [o for o in report.of("fails") if o.counterexample is not None and (not wanted or o.clause in wanted)]
+    outcomes = []
+    try:
+        kept = ("examples", "seed", "dtype", "device", "conventions", "supports")
+        settings = Settings(**{name: report.header[name] for name in kept if name in report.header})
+        name = report.header["implementation"]
+    except (KeyError, TypeError) as broken:
+        raise ReportError(f"the report's header lacks something: {broken}; write a new one with spec-lm check") from None
+    with preserved(settings.seed), loaded(name) as subject:
+        for outcome in stored:
+            outcomes.append(_again(outcome, subject, settings))
+            on_outcome(outcomes[-1])
+    return outcomes
+
+
+def _again(outcome: Outcome, subject: Implementation, settings: Settings) -> Outcome:
+    """What a stored counterexample comes to now; four runs, since what it showed may have been nondeterministic."""
+    clause, stored = known_clause(outcome.clause), outcome.counterexample or {}
+    function = subject.functions.get(clause.operator)
+    if function is None:
+        return _outcome(clause, "absent", "not provided")
+    try:
+        recipes = {name: from_json(data) for name, data in stored["recipes"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as broken:
+        raise ReportError(f"{clause.id}: its counterexample cannot be read: {broken}; check again") from None
+    if set(recipes) != set(clause.given.draws):
+        raise ReportError(f"{clause.id}: this version draws other arguments than the report's; check again")
+    checked = Checked(OPERATORS[clause.operator], function, settings.conventions, device=settings.device)
+    for _ in range(4):
+        try:
+            with quiet():
+                clause.run(checked, recipes)
+        except Violation as violation:
+            seen = {"counterexample": stored, "evidence": evidence_of(violation.evidence)}
+            return replace(_outcome(clause, "fails", str(violation)), **seen)
+    return _outcome(clause, "holds", "")
 
 
 # ------------------------------------------------------------------------------------------- leaving the caller's process
@@ -294,9 +412,10 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _storage() -> Iterator[None]:
+def storage_elsewhere() -> Iterator[None]:
     """Hypothesis notes what it read of loaded modules in a folder, even without a database: not in the caller's."""
-    before = storage_directory(intent_to_write=False).path
+    home = storage_directory(intent_to_write=False)
+    before = getattr(home, "path", home)  # releases before 6.170 return the path itself
     with tempfile.TemporaryDirectory(prefix="spec_lm-") as folder:
         set_hypothesis_home_dir(folder)
         try:
@@ -315,7 +434,7 @@ def preserved(seed: int) -> Iterator[None]:
     environment, limit = dict(os.environ), sys.getrecursionlimit()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=devices), np.errstate(), _storage():
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=devices), np.errstate(), storage_elsewhere():
             torch.manual_seed(seed)
             torch.set_num_threads(1)  # inputs are tiny: a second thread costs more than it gives
             yield

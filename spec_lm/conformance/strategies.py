@@ -650,6 +650,18 @@ def size(name: str) -> Draw:
     return lambda domain, argument: st.builds(lambda size: getattr(size, name), domain.sizes)
 
 
+def index_of(name: str, first: int = 0) -> Draw:
+    """An index of an axis of the example, as "heads", from `first` on; that axis must be longer."""
+
+    def draw(domain: Domain, argument: str) -> SearchStrategy[int]:
+        def index(size: Size, number: int) -> int:
+            return first + number % (getattr(size, name) - first)
+
+        return st.builds(index, domain.sizes, st.integers(0, 15))
+
+    return draw
+
+
 def one_of(*values: Any) -> Draw:
     """One of a few values, simplest first."""
     return lambda domain, name: st.sampled_from(values)

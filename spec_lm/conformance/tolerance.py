@@ -18,13 +18,18 @@ from spec_lm.conformance.bounds import PRECISIONS
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was seen where a comparison failed worst: index, values, error and the bound it exceeds."""
+    """What was seen where a comparison failed worst: index, values, error and the bound it exceeds.
+
+    `dtype` is the output's, in whose digits the values are written; `ordered` says that got should be at most expected.
+    """
 
     got: Any
     expected: Any
     index: tuple[int, ...] = ()
     error: float | None = None
     bound: float | None = None
+    dtype: str = "float64"
+    ordered: bool = False
 
 
 class Violation(AssertionError):
@@ -135,6 +140,14 @@ class Output:
         matrix = matrix.double()
         return self._derived(self.value @ matrix, lambda: self.error @ matrix.abs())
 
+    def inner(self, other: "Output") -> "Output":
+        """Inner products along the last axis: sum y z has error sum |y| E(z) + E(y) (|z| + E(z))."""
+
+        def error() -> Tensor:
+            return (self.value.abs() * other.error + self.error * (other.value.abs() + other.error)).sum(-1)
+
+        return self._derived((self.value * other.value).sum(-1), error)
+
 
 Comparable = Output | Tensor | np.ndarray | float
 
@@ -151,6 +164,12 @@ def _outputs(*sides: Comparable) -> list[Output]:
     return [side for side in sides if isinstance(side, Output)]
 
 
+def _dtype(*sides: Comparable) -> str:
+    """That of the first output among the sides."""
+    outputs = _outputs(*sides)
+    return str(outputs[0].raw.dtype).removeprefix("torch.") if outputs else "float64"
+
+
 def close(got: Comparable, expected: Comparable, *, says: str = "") -> None:
     """|got - expected| <= E(got) + E(expected), elementwise; NaN equals only NaN, inf only inf of its sign.
 
@@ -164,7 +183,7 @@ def close(got: Comparable, expected: Comparable, *, says: str = "") -> None:
     """
     (value, value_error), (wanted, wanted_error) = _exactly(got), _exactly(expected)
     value, wanted = torch.broadcast_tensors(value, wanted)
-    _same_special_values(value, wanted, says)
+    _same_special_values(value, wanted, says, _dtype(got, expected))
     difference = (value - wanted).abs().nan_to_num(nan=0.0)
     roundings = sum(output.roundoff for output in _outputs(got, expected))
     if bool((difference <= roundings * wanted.abs()).all()):
@@ -176,7 +195,8 @@ def close(got: Comparable, expected: Comparable, *, says: str = "") -> None:
         output.observe(worst)
     if not worst <= 1.0:
         index = _index(ratio.argmax(), ratio)
-        evidence = Evidence(value, wanted, index, float(difference[index]), float(bound[index]))
+        numbers = float(difference[index]), float(bound[index])
+        evidence = Evidence(value, wanted, index, *numbers, dtype=_dtype(got, expected))
         raise Violation(says or "values differ by more than rounding allows", kind=f"close {says}", evidence=evidence)
 
 
@@ -191,7 +211,8 @@ def at_most(low: Comparable, high: Comparable, *, says: str = "") -> None:
     broken = ~(excess <= bound)
     if bool(broken.any()):
         index = _index(torch.where(broken, excess.nan_to_num(nan=torch.inf), -torch.inf).argmax(), excess)
-        evidence = Evidence(left, right, index, float(excess[index]), float(bound[index]))
+        numbers = float(excess[index]), float(bound[index])
+        evidence = Evidence(left, right, index, *numbers, dtype=_dtype(low, high), ordered=True)
         raise Violation(says or "the order is broken", kind=f"at_most {says}", evidence=evidence)
 
 
@@ -205,7 +226,7 @@ def bit_equal(got: Comparable, expected: Comparable, *, says: str = "") -> None:
     if bool(unequal.any()):
         difference = torch.where(unequal, (value - wanted).abs().nan_to_num(nan=torch.inf), -1.0)
         index = _index(difference.argmax(), difference)
-        evidence = Evidence(value, wanted, index, float(difference[index]), 0.0)
+        evidence = Evidence(value, wanted, index, float(difference[index]), 0.0, dtype=_dtype(got, expected))
         raise Violation(says or "values are not equal", kind=f"bit_equal {says}", evidence=evidence)
 
 
@@ -216,9 +237,8 @@ def finite(got: Comparable, *, says: str = "") -> None:
     if bool(broken.any()):
         index = _index(broken.int().argmax(), broken)
         what = "NaN" if bool(value[index].isnan()) else "infinite"
-        raise Violation(
-            says or f"a value is {what}", kind=f"finite {says}", evidence=Evidence(value, "finite values", index)
-        )
+        evidence = Evidence(value, "finite values", index, dtype=_dtype(got))
+        raise Violation(says or f"a value is {what}", kind=f"finite {says}", evidence=evidence)
 
 
 def refuses(call: Callable[[], Any], *, what: str) -> None:
@@ -236,12 +256,12 @@ def refuses(call: Callable[[], Any], *, what: str) -> None:
     raise Violation(f"{what} was accepted; it must be refused with an exception", kind="accepted")
 
 
-def _same_special_values(value: Tensor, wanted: Tensor, says: str) -> None:
+def _same_special_values(value: Tensor, wanted: Tensor, says: str, dtype: str) -> None:
     agrees = torch.where(wanted.isfinite(), value.isfinite(), (value == wanted) | (value.isnan() & wanted.isnan()))
     if not bool(agrees.all()):
         index = _index((~agrees).int().argmax(), agrees)
         message = f"{says + ': ' if says else ''}got {float(value[index])} where {float(wanted[index]):.6g} is expected"
-        raise Violation(message, kind=f"special {says}", evidence=Evidence(value, wanted, index))
+        raise Violation(message, kind=f"special {says}", evidence=Evidence(value, wanted, index, dtype=dtype))
 
 
 def _index(flat: Tensor, like: Tensor) -> tuple[int, ...]:

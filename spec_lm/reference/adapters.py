@@ -1,15 +1,12 @@
-"""The reference behind the adapter interface of the assignment: one run_* function an operator, weights passed in.
-
-Sizes that the tensors already show (d_in, vocab_size, ...) are taken from them; `functional` checks that they agree.
-"""
+"""The reference behind the adapter interface of the assignment: one run_* function an operator, weights passed in."""
 
 from torch import Tensor
 
 from spec_lm.reference import functional
 
-# fmt: off
-# Arguments stand together by kind, and functions close, so that the interface reads as the table that it is.
 
+# fmt: off
+# The interface reads as the table that it is. Sizes (d_in, vocab_size, ...) are taken from the tensors instead.
 def run_linear(d_in: int, d_out: int, weights: Tensor, in_features: Tensor) -> Tensor:
     return functional.linear(in_features, weights)
 def run_embedding(vocab_size: int, d_model: int, weights: Tensor, token_ids: Tensor) -> Tensor:
@@ -30,8 +27,7 @@ def run_scaled_dot_product_attention(Q: Tensor, K: Tensor, V: Tensor, mask: Tens
     return functional.scaled_dot_product_attention(Q, K, V, mask)
 def run_multihead_self_attention(
     d_model: int, num_heads: int,
-    q_proj_weight: Tensor, k_proj_weight: Tensor, v_proj_weight: Tensor, o_proj_weight: Tensor,
-    in_features: Tensor,
+    q_proj_weight: Tensor, k_proj_weight: Tensor, v_proj_weight: Tensor, o_proj_weight: Tensor, in_features: Tensor,
 ) -> Tensor:
     projections = q_proj_weight, k_proj_weight, v_proj_weight, o_proj_weight
     return functional.multihead_self_attention(in_features, *projections, num_heads)
@@ -40,8 +36,8 @@ def run_multihead_self_attention_with_rope(
     q_proj_weight: Tensor, k_proj_weight: Tensor, v_proj_weight: Tensor, o_proj_weight: Tensor,
     in_features: Tensor, token_positions: Tensor | None = None,
 ) -> Tensor:
-    weights, rotation = (q_proj_weight, k_proj_weight, v_proj_weight, o_proj_weight), (theta, max_seq_len, token_positions)
-    return functional.multihead_self_attention_with_rope(in_features, *weights, num_heads, *rotation)
+    weights, turn = (q_proj_weight, k_proj_weight, v_proj_weight, o_proj_weight), (theta, max_seq_len, token_positions)
+    return functional.multihead_self_attention_with_rope(in_features, *weights, num_heads, *turn)
 def run_transformer_block(
     d_model: int, num_heads: int, d_ff: int, max_seq_len: int, theta: float,
     weights: functional.Weights, in_features: Tensor,

@@ -1,8 +1,6 @@
 """The equations of the Transformer language model, from softmax to logits, weights passed in.
-
 Any float dtype: where a sum or an exponential needs it, half precision is computed in float32, and returned in the
-input's dtype. No function changes its arguments. Sources are sections of the Stanford CS336 assignment 1 course notes.
-"""
+input's dtype. No function changes its arguments. Sources are sections of the CS336 assignment 1 course notes."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -183,13 +181,12 @@ def multihead_self_attention_with_rope(
     num_heads: int, theta: float, max_seq_len: int, positions: Positions | None = None,
 ) -> Stream:  # fmt: skip
     """Rotate queries and keys by `rope` before attending; omitted positions are 0, 1, 2, ...
-    Token i sees the indices j <= i whatever the positions. Raises as `rope` and `multihead_self_attention`, ValueError
-    also for a sequence over max_seq_len. Source: Causal multi-head self-attention, with RoPE."""
+    All heads turn alike; token i sees the indices j <= i whatever the positions. Raises as `multihead_self_attention`
+    and `rope`, ValueError also for a sequence over max_seq_len. Source: Causal multi-head self-attention, with RoPE."""
     if positions is None:
         refuse_longer(x.shape[-2], max_seq_len, "max_seq_len")
         positions = torch.arange(x.shape[-2], device=x.device)
-    turned = positions.unsqueeze(-2)  # an axis for the heads, which all turn alike
-    rotate = partial(rope, positions=turned, theta=theta, max_seq_len=max_seq_len)
+    rotate = partial(rope, positions=positions.unsqueeze(-2), theta=theta, max_seq_len=max_seq_len)
     return multihead_self_attention(x, w_q, w_k, w_v, w_o, num_heads, rotate=rotate)
 
 
@@ -197,9 +194,9 @@ def multihead_self_attention_with_rope(
 def transformer_block(x: Stream, weights: Weights, num_heads: int, theta: float, max_seq_len: int) -> Stream:
     """Add attention, then a feed-forward network, to an un-normalized stream, with RoPE at positions 0, 1, 2, ...
     y = x + MultiHeadSelfAttention(RMSNorm_1(x)); z = y + SwiGLU(RMSNorm_2(y)). Source: Transformer block."""
-    projections = (weights[f"attn.{name}_proj.weight"] for name in ("q", "k", "v", "output"))
+    w_q, w_k, w_v, w_o = (weights[f"attn.{name}_proj.weight"] for name in ("q", "k", "v", "output"))
     normed = rmsnorm(x, weights["ln1.weight"], BLOCK_EPS)
-    y = x + multihead_self_attention_with_rope(normed, *projections, num_heads, theta, max_seq_len)
+    y = x + multihead_self_attention_with_rope(normed, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len)
     w1, w2, w3 = (weights[f"ffn.{name}.weight"] for name in ("w1", "w2", "w3"))
     return y + swiglu(rmsnorm(y, weights["ln2.weight"], BLOCK_EPS), w1, w2, w3)
 

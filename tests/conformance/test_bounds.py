@@ -32,7 +32,16 @@ DTYPES = {name: getattr(torch, name) for name in PRECISIONS}
 HIDDEN = -math.inf
 
 
-# ---- Four correct implementations, each doing in its own way what may be done in more than one ----
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Thousands of tiny operations: on a busy machine, waiting for a second thread costs ten times the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---- Five correct implementations, each doing in its own way what may be done in more than one ----
 
 
 class Plain:
@@ -86,9 +95,9 @@ class Plain:
         return self.linear(heads.transpose(-2, -3).flatten(-2), w_o)
 
     def transformer_block(self, x, weights, num_heads, theta, max_seq_len):
-        projections = [weights[f"attn.{name}_proj.weight"] for name in ("q", "k", "v", "output")]
+        w_q, w_k, w_v, w_o = (weights[f"attn.{name}_proj.weight"] for name in ("q", "k", "v", "output"))
         normed = self.rmsnorm(x, weights["ln1.weight"], 1e-5)
-        y = x + self.multihead_self_attention_with_rope(normed, *projections, num_heads, theta, max_seq_len)
+        y = x + self.multihead_self_attention_with_rope(normed, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len)
         normed = self.rmsnorm(y, weights["ln2.weight"], 1e-5)
         return y + self.swiglu(normed, *(weights[f"ffn.{name}.weight"] for name in ("w1", "w2", "w3")))
 
@@ -149,20 +158,27 @@ class BlockwiseOnline(Plain):
         return (output / total).to(query.dtype)
 
 
+def one_by_one(terms: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(terms.shape[:-1])
+    for term in terms.unbind(-1):
+        total = total + term
+    return total
+
+
 class Sequential(Plain):
     """One term after the other in float32, and -1e9 for a masked score."""
 
     def linear(self, x, weight):
         terms = x.float()[..., None, :] * weight.float()
-        return sum(terms.unbind(-1), torch.zeros(terms.shape[:-1])).to(x.dtype)
+        return one_by_one(terms).to(x.dtype)
 
     def scaled_dot_product_attention(self, query, key, value, mask=None):
         terms = query.float()[..., :, None, :] * key.float()[..., None, :, :]
-        scores = sum(terms.unbind(-1), torch.zeros(terms.shape[:-1])) / math.sqrt(query.shape[-1])
+        scores = one_by_one(terms) / math.sqrt(query.shape[-1])
         if mask is not None:
             scores = torch.where(mask, scores, -1e9)
         e = torch.exp(scores - scores.amax(-1, keepdim=True))
-        p = e / sum(e.unbind(-1), torch.zeros(e.shape[:-1]))[..., None]
+        p = e / one_by_one(e)[..., None]
         return (p @ value.float()).to(query.dtype)
 
 
@@ -184,19 +200,18 @@ REGIMES: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]]
     "zeros": lambda g, shape: np.zeros(shape),
     "constant": lambda g, shape: np.full(shape, 0.1),
 }
-# Beyond these, correct implementations differ for reasons of their own: float16 overflows in a sum, and a sum of
-# squares grows with the score.
+# In the other regimes a sum of products can overflow float16, which no bound is about.
 SMALL = ("normal", "small integers", "tiny", "ties", "zeros", "constant")
 
 
-def draws(operator: str, dtype: str, seeds: int = 3) -> Iterator[tuple[Any, ...]]:
+def draws(operator: str, dtype: str, seeds: int = 6) -> Iterator[tuple[Any, ...]]:
     """Arguments as tensors of the dtype, a few for each regime in the operator's domain."""
     bounded_regimes = dtype == "float16" and operator not in ("softmax", "silu", "rmsnorm")
-    for regime in SMALL if bounded_regimes else REGIMES:
+    for index, regime in enumerate(SMALL if bounded_regimes else REGIMES):
         if operator == "scaled_dot_product_attention" and regime == "times 1e4":
             continue  # scores of 1e8: a mask of -1e9 no longer hides
         for seed in range(seeds):
-            yield arguments(operator, DTYPES[dtype], np.random.default_rng([seed, len(regime)]), REGIMES[regime])
+            yield arguments(operator, DTYPES[dtype], np.random.default_rng([seed, index]), REGIMES[regime])
 
 
 def arguments(operator: str, dtype: torch.dtype, g: np.random.Generator, regime: Callable) -> tuple[Any, ...]:
@@ -285,10 +300,11 @@ MOST = {"float32": 0.6, "bfloat16": 1.0, "float16": 1.0}
 
 @pytest.mark.parametrize("dtype", MOST)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_correct_implementations_stay_inside_the_bound(operator: str, dtype: str) -> None:
+def test_correct_implementations_stay_inside_the_bound_and_come_near_it(operator: str, dtype: str) -> None:
+    """And come within a twentieth of it: no bound is wider than it has to be by an order of magnitude."""
     functions = [getattr(implementation, operator) for implementation in CORRECT]
     most = 0.8 if (operator, dtype) == ("rope", "float32") else MOST[dtype]
-    assert max(worst(operator, args, dtype, functions) for args in draws(operator, dtype)) <= most
+    assert 0.05 <= max(worst(operator, args, dtype, functions) for args in draws(operator, dtype)) <= most
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -297,23 +313,63 @@ def test_float64_implementations_stay_inside_the_bound_with_norms_and_tables_of_
     assert max(worst(operator, args, "float64", functions) for args in draws(operator, "float64", 1)) <= 1
 
 
-def test_a_saturated_softmax_may_pick_the_other_key_in_bfloat16() -> None:
-    """Both scores are about 2e6 and closer than their roundings; what the bound leaves out of E(p) is an alarm."""
-    g = np.random.default_rng(0)
-    functions = [implementation.multihead_self_attention for implementation in CORRECT]
-    for _ in range(60):
-        x = torch.tensor(300 * g.normal(size=(3, 2))).bfloat16()
-        weights = [torch.tensor(g.normal(size=(2, 2))).bfloat16() for _ in range(4)]
-        assert worst("multihead_self_attention", (x, *weights, 1), "bfloat16", functions) <= 1
-
-
 def test_a_gate_far_down_the_tail_moves_by_more_than_its_slope_says() -> None:
-    """bfloat16 rounds -65.25 to -65: e^x by 28%, and x e^x by more than slope times rounding."""
-    one = torch.ones(1, 1).bfloat16()
-    for gate in np.linspace(-65.5, -64.5, 41):
-        x, w1 = torch.tensor([[1.0, 1.0]]).bfloat16(), torch.tensor([[-64.0, gate + 64.0]]).bfloat16()
-        w3 = torch.tensor([[0.7, 0.3]]).bfloat16()
-        assert worst("swiglu", (x, w1, one, w3), "bfloat16", [CORRECT[0].swiglu]) <= 1
+    """bfloat16 rounds the gate -65.248 to -65, and so e^x by 28%: slope times rounding would be a false alarm."""
+    x, w1, w2, w3 = [[1.0, 0.53515625]], [[-65.5, 0.470703125]], [[1.296875]], [[56.0, 0.30078125]]
+    args = tuple(torch.tensor(part).bfloat16() for part in (x, w1, w2, w3))
+    assert 0.8 < worst("swiglu", args, "bfloat16", [Plain().swiglu]) <= 1
+
+
+def silu_bound(x, x_error):
+    return bounds._silu(FLOAT64, x, x_error)
+
+
+def linear_bound(x, x_error):
+    return bounds._linear(FLOAT64, x, WEIGHT, x_error)
+
+
+def rope_bound(x, x_error):
+    return bounds._rope(FLOAT64, x, bounds._tables(FLOAT64, 4, np.arange(3), 100.0), x_error)
+
+
+def attention_bound(x, x_error):
+    """x is query, key and value in one, side by side."""
+    query, key, value = np.split(x, [1, 2], -1)
+    q_error, k_error, v_error = np.split(x_error, [1, 2], -1)
+    return bounds._attention(FLOAT64, query, key, value, None, (q_error, k_error, v_error))
+
+
+FLOAT64 = bounds._arithmetic("float64", ())
+WEIGHT = np.random.default_rng(9).normal(size=(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("bound", "function", "x", "x_error"),
+    [
+        (silu_bound, oracle.silu, np.linspace(-30, 30, 121), 0.4),
+        (linear_bound, lambda x: oracle.linear(x, WEIGHT), np.ones((2, 4)), 0.4),
+        (rope_bound, lambda x: oracle.rope(x, np.arange(3), 100.0, 3), np.ones((3, 4)), 0.4),
+        # Scores of about 100 that change their order: the key that wins may be one whose value errs most.
+        (
+            attention_bound,
+            lambda x: oracle.scaled_dot_product_attention(*np.split(x, [1, 2], -1)),
+            np.array([[10.0, 10.0, 1.0], [10.0, 9.9, -1.0]]),
+            np.array([[0.1, 0.2, 0.0], [0.1, 0.2, 0.4]]),
+        ),
+    ],
+    ids=["silu", "linear", "rope", "attention"],
+)
+def test_errors_fed_to_the_next_line_cover_every_input_within_them(
+    bound: Callable, function: Callable, x: np.ndarray, x_error: Any
+) -> None:
+    """At the corners of the box of inputs, where the output is farthest off."""
+    x_error = np.broadcast_to(x_error, x.shape)
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (500, *x.shape))
+    exact, error = bound(x, x_error)
+    np.testing.assert_allclose(exact, function(x), rtol=1e-12, atol=1e-12)
+    farthest = np.max([np.abs(function(x + sign * x_error) - exact) for sign in signs], 0)
+    assert (farthest <= error * (1 + 1e-9)).all()
+    assert (error <= 1.5 * farthest).any()
 
 
 def test_softmax_of_thirty_thousand_entries_is_bounded_without_a_square_array() -> None:
@@ -415,6 +471,24 @@ def test_a_language_model_with_another_theta_leaves_the_sampled_bound() -> None:
 # ---- The formulas ----
 
 
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_linear_is_bounded_by_its_formula_twice_over_in_float64(dtype: str) -> None:
+    """In float64 the oracle rounds as the implementation does."""
+    g, precision = np.random.default_rng(0), PRECISIONS[dtype]
+    x, weight = g.normal(size=(2, 6)), g.normal(size=(3, 6))
+    exact, error = bounded("linear", (x, weight), dtype)
+    sizes = np.abs(x) @ np.abs(weight).T
+    once = (6 + 1) * precision.v * sizes + precision.u * np.abs(exact) + precision.eta
+    np.testing.assert_allclose(error, 2 * once if dtype == "float64" else once, rtol=1e-12)
+
+
+def test_the_precisions_are_those_of_torch() -> None:
+    for name, precision in PRECISIONS.items():
+        info = torch.finfo(DTYPES[name])
+        assert (2 * precision.u, precision.largest) == (info.eps, info.max)
+        assert precision.eta == (2.0**-24 if name == "float16" else info.tiny)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e4, 1e7])
 def test_the_softmax_bound_is_the_extreme_of_moving_every_score_by_its_drift(scale: float) -> None:
     """Against the definition, one entry after the other; at 1e7 the drift of one entry exceeds the others' by 1e5."""
@@ -469,12 +543,11 @@ def test_the_value_is_the_oracles_and_every_element_has_a_finite_positive_bound(
         assert (error > 0).all()
 
 
-@pytest.mark.parametrize("operator", ["linear", "softmax", "scaled_dot_product_attention", "transformer_lm"])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_a_shorter_dtype_has_a_wider_bound(operator: str) -> None:
     args = tuple(map(as_arrays, next(draws(operator, "float32"))))
-    widths = [bounded(operator, args, dtype)[1].max() for dtype in ("float64", "float32", "float16", "bfloat16")]
-    assert widths == sorted(widths)
-    assert widths[0] < widths[1] / 1e3
+    widths = [bounded(operator, args, dtype)[1].max() for dtype in ("float32", "float16", "bfloat16")]
+    assert 5 * widths[0] < widths[1] < widths[2] / 5
 
 
 def test_positions_may_differ_between_examples_that_are_as_many_as_heads() -> None:
@@ -503,8 +576,7 @@ def test_halves_are_bounded_as_neighbors_in_another_order() -> None:
 
 @pytest.mark.parametrize("operator", ["multihead_self_attention_with_rope", "transformer_block", "transformer_lm"])
 def test_the_pairing_reaches_whatever_contains_rope(operator: str) -> None:
-    """The value changes by much more than either bound, so the bound must be of the value it comes with."""
-    given = next(draws(operator, "float32"))
+    """The values differ by much more than either bound, so the bound must be of the value it comes with."""
 
     class Halves(Plain):
         def rope(self, x, positions, theta, max_seq_len):
@@ -516,7 +588,6 @@ def test_the_pairing_reaches_whatever_contains_rope(operator: str) -> None:
     halves = {"rope_pairing": "halves"}
     function = getattr(Halves(), operator)
     assert max(worst(operator, args, "float32", [function], halves) for args in draws(operator, "float32", 1)) <= 0.6
-    assert worst(operator, given, "float32", [function], halves) <= 0.6
     assert max(worst(operator, args, "float32", [function]) for args in draws(operator, "float32", 1)) > 100
 
 
@@ -529,9 +600,9 @@ def test_a_query_that_may_see_nothing_has_the_declared_value_and_a_finite_bound(
     exact, error = bounded("scaled_dot_product_attention", (query, query, value, mask), "float32", conventions)
     np.testing.assert_array_equal(exact, [[expected], [2.0]])
     assert (error < 1e-5).all()
-    if all_masked == "uniform":  # a mask of -1e9 gives the mean, with the rounding of its sum
-        got = Sequential().scaled_dot_product_attention(*(torch.tensor(part).float() for part in (query, query, value)))
-        assert ratio(got[:1], exact[:1], error[:1]) <= 0.6
+    if all_masked == "uniform":
+        q, v = torch.tensor(query).float(), torch.tensor(value).float()
+        assert ratio(Sequential().scaled_dot_product_attention(q, q, v, torch.tensor(mask)), exact, error) <= 0.6
 
 
 def to_tf32(x: torch.Tensor) -> torch.Tensor:
@@ -562,8 +633,7 @@ class TF32(Plain):
 )
 def test_tf32_stays_inside_where_it_is_declared_and_nowhere_else(operator: str) -> None:
     function, declared = getattr(TF32(), operator), {"accumulation": "tf32"}
-    cases = [next(draws(operator, "float32", 1)) for _ in range(1)]
-    cases += [args for args in draws(operator, "float32", 1)][:2]
+    cases = list(draws(operator, "float32", 1))
     assert max(worst(operator, args, "float32", [function], declared) for args in cases) <= 1
     assert max(worst(operator, args, "float32", [function]) for args in cases) > 10
 
@@ -597,11 +667,10 @@ def test_the_same_arguments_have_the_same_bound_whatever_was_bounded_before() ->
 
 def test_nobodys_random_numbers_change() -> None:
     bounds._pool.cache_clear()
-    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
+    before = torch.get_rng_state(), repr(np.random.get_state()), random.getstate()
     bounded("transformer_lm", tuple(map(as_arrays, next(draws("transformer_lm", "float32")))), "float32")
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert np.random.get_state()[1].tolist() == states[1]  # noqa: NPY002
-    assert random.getstate() == states[2]
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (repr(np.random.get_state()), random.getstate()) == before[1:]
 
 
 def test_samples_differ_even_when_one_step_needs_the_whole_pool_more_than_once() -> None:

@@ -1,0 +1,276 @@
+"""W_O Concat(head_1 .. head_h): in each slice of W_Q x, W_K x, W_V x a token attends to itself and to earlier ones.
+
+What does not depend on RoPE is said here once, of the form without RoPE and of the form with it.
+"""
+
+import hypothesis.strategies as st
+import torch
+
+from spec_lm.conformance.clause import clause, given
+from spec_lm.conformance.strategies import (
+    MODERATE,
+    NONZERO,
+    NotJudged,
+    arguments,
+    index_of,
+    one_of,
+    projections,
+    size,
+    tensors,
+)
+from spec_lm.conformance.tolerance import bit_equal, close, refuses
+
+ATTENTION = "multihead_self_attention"
+BOTH = (ATTENTION, "multihead_self_attention_with_rope")
+SOURCE = "course notes: Causal multi-head self-attention"
+
+_TOKENS = "*batch sequence d_model"
+_CALL = {"x": tensors(_TOKENS, MODERATE), "w": projections(), "num_heads": size("heads")}
+_KEPT = index_of("sequence", 1)  # how many tokens come before the later ones: 1 .. sequence - 1
+
+
+def _several_tokens(size):
+    return size.sequence > 1
+
+
+def _several_heads(size):
+    return size.heads > 1
+
+
+def _later_tokens_replaced(x, others, kept):
+    changed = x.clone()
+    changed[..., kept:, :] = others[..., kept:, :]
+    return changed
+
+
+def _running_means(x):
+    """Row t is the mean of rows 0 .. t."""
+    return x.double().cumsum(-2) / torch.arange(1, x.shape[-2] + 1)[:, None]
+
+
+def _projected_value(x, w):
+    """W_O W_V x."""
+    return x.double() @ (w.o.double() @ w.v.double()).T
+
+
+def _causal_by_hand(x, w, num_heads):
+    """Concat(head_1 .. head_h) in float64, scores divided by sqrt(d_model / num_heads)."""
+    q, k, v = ((x.double() @ each.double().T).unflatten(-1, (num_heads, -1)).transpose(-2, -3) for each in w[:3])
+    future = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).triu(1)
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(future, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(-2, -3).flatten(-2)
+
+
+# ------------------------------------------------------------------------------------------------------------ causality
+
+
+@clause(
+    BOTH,
+    given(arguments=arguments(), later=tensors(_TOKENS, MODERATE), kept=_KEPT),
+    where=_several_tokens,
+    catches="no causal mask, or one shifted by a token",
+    source=SOURCE,
+)
+def causal_independence_from_future_tokens(attend, arguments, later, kept):
+    """Replacing later tokens leaves the outputs of earlier ones bit for bit as they were."""
+    changed = arguments._replace(x=_later_tokens_replaced(arguments.x, later, kept))
+    bit_equal(attend(*changed)[..., :kept, :], attend(*arguments)[..., :kept, :])
+
+
+@clause(
+    BOTH,
+    given(arguments=arguments(), kept=_KEPT),
+    where=_several_tokens,
+    catches="anything that depends on the whole sequence: its length, its mean, its last token",
+    source=SOURCE,
+)
+def a_prefix_gives_the_first_outputs(attend, arguments, kept):
+    """The outputs for the first tokens alone equal the first outputs for the whole sequence."""
+    prefix = arguments._replace(x=arguments.x[..., :kept, :].contiguous())
+    if "positions" in arguments._fields:
+        prefix = prefix._replace(positions=arguments.positions[:kept])
+    close(attend(*prefix), attend(*arguments)[..., :kept, :])
+
+
+@clause(
+    ATTENTION,
+    given(**_CALL, other=tensors("*batch d_model", MODERATE), changed=index_of("sequence")),
+    where=_several_tokens,
+    catches="a mask that hides the past: a window, a strict triangle, the token itself alone",
+    source=SOURCE,
+)
+def the_past_influences_later_outputs(attend, x, w, num_heads, other, changed):
+    """With W_Q = 0 token t weighs the tokens up to itself alike: changing token j <= t by delta moves its output by
+    W_O W_V delta / (t + 1), and no output before j."""
+    y = x.clone()
+    y[..., changed, :] = other
+    w = w._replace(q=w.q * 0)
+    moved = _projected_value(_running_means(y) - _running_means(x), w)
+    close(attend(y, *w, num_heads) - attend(x, *w, num_heads), moved)
+
+
+@clause(
+    ATTENTION,
+    given(**_CALL, cotangent=tensors(_TOKENS, NONZERO), kept=_KEPT),
+    where=_several_tokens,
+    catches="later tokens hidden from the outputs alone, as by a mask outside the graph",
+    source=SOURCE,
+)
+def gradient_to_later_tokens_is_zero(attend, x, w, num_heads, cotangent, kept):
+    """The gradient of an earlier output with respect to a later token is exactly 0, where outputs carry a gradient."""
+    cotangent[..., kept:, :] = 0
+    gradient = attend.gradient((x, *w, num_heads), cotangent)
+    if gradient is None:
+        raise NotJudged("its output carries no gradient to x")
+    bit_equal(gradient[..., kept:, :], 0.0)
+
+
+@clause(ATTENTION, given(**_CALL), catches="W_O or W_V left out, exchanged or transposed; a bias", source=SOURCE)
+def the_first_token_gives_its_projected_value(attend, x, w, num_heads):
+    """The first token sees itself alone, so that its output is W_O W_V x, whatever W_Q and W_K are."""
+    close(attend(x, *w, num_heads)[..., 0, :], _projected_value(x[..., 0, :], w))
+
+
+# ---------------------------------------------------------------------------------------------------------------- heads
+
+
+@clause(
+    ATTENTION,
+    given(**_CALL),
+    catches="heads split or merged without exchanging the axes of head and token",
+    source=SOURCE,
+)
+def head_split_round_trip(attend, x, w, num_heads):
+    """Splitting into heads and merging them are inverse: with W_V = W_O = I a lone token comes back bit for bit, for
+    every number of heads, and with W_Q = 0 too token t becomes the mean of the tokens up to it."""
+    identity = torch.eye(x.shape[-1], dtype=x.dtype)
+    output = attend(x, w.q * 0, w.k, identity, identity, num_heads)
+    bit_equal(output[..., 0, :], x[..., 0, :], says="the first token, which sees itself alone, does not come back")
+    close(output, _running_means(x), says="a token does not become the mean of the tokens up to it")
+
+
+def _reversed_heads(weight, num_heads):
+    """A weight whose rows, cut into heads, come in the reverse order of heads."""
+    return weight.unflatten(0, (num_heads, -1)).flip(0).flatten(0, 1)
+
+
+@clause(
+    BOTH,
+    given(arguments=arguments()),
+    where=_several_heads,
+    catches="heads that are no contiguous slices, or that are treated unlike",
+    source=SOURCE,
+)
+def permuting_heads_changes_nothing(attend, arguments):
+    """Reordering the heads alike in the rows of W_Q, W_K and W_V and the columns of W_O changes nothing."""
+    heads = arguments.num_heads
+    rows = {name: _reversed_heads(getattr(arguments, name), heads) for name in ("w_q", "w_k", "w_v")}
+    columns = _reversed_heads(arguments.w_o.T, heads).T.contiguous()
+    close(attend(*arguments._replace(**rows, w_o=columns)), attend(*arguments))
+
+
+def _slice_of(arguments, head):
+    """Where a head lies on the embedding axis."""
+    d_head = arguments.x.shape[-1] // arguments.num_heads
+    return slice(head * d_head, (head + 1) * d_head)
+
+
+@clause(
+    BOTH,
+    given(arguments=arguments(), head=index_of("heads")),
+    where=_several_heads,
+    catches="heads merged in another order than they were split in",
+    source=SOURCE,
+)
+def zeroing_a_heads_values_equals_zeroing_its_output_columns(attend, arguments, head):
+    """Zeroing a head's rows of W_V equals zeroing its columns of W_O: the head goes, and nothing else."""
+    w_v, w_o, of_head = arguments.w_v.clone(), arguments.w_o.clone(), _slice_of(arguments, head)
+    w_v[of_head] = 0
+    w_o[:, of_head] = 0
+    close(attend(*arguments._replace(w_v=w_v)), attend(*arguments._replace(w_o=w_o)))
+
+
+@clause(
+    BOTH,
+    given(arguments=arguments(), head=index_of("heads")),
+    where=_several_heads,
+    catches="heads that share a projection, or see each other's scores",
+    source=SOURCE,
+)
+def each_head_alone_is_attention_on_its_slice(attend, arguments, head):
+    """With W_O zero outside a head's columns the output is attention with that head's slice of the four weights."""
+    of_head = _slice_of(arguments, head)
+    w_o = torch.zeros_like(arguments.w_o)
+    w_o[:, of_head] = arguments.w_o[:, of_head]
+    rows = {name: getattr(arguments, name)[of_head] for name in ("w_q", "w_k", "w_v")}
+    alone = arguments._replace(**rows, w_o=arguments.w_o[:, of_head], num_heads=1)
+    close(attend(*arguments._replace(w_o=w_o)), attend.exact(*alone))
+
+
+@clause(
+    ATTENTION,
+    given(x=tensors(_TOKENS, NONZERO), w=projections(), num_heads=size("heads")),
+    where=lambda s: s.heads > 1 and s.sequence > 1,
+    catches="no scale, or the square root of d_model",
+    source=SOURCE,
+)
+def scale_is_one_over_the_square_root_of_the_head_size(attend, x, w, num_heads):
+    """In every head scores are q . k / sqrt(d_k), d_k = d_model / num_heads; W_V = W_O = I reads the weights out."""
+    identity = torch.eye(x.shape[-1], dtype=x.dtype)
+    w = w._replace(v=identity, o=identity)
+    close(attend(x, *w, num_heads), _causal_by_hand(x, w, num_heads))
+
+
+@clause(
+    ATTENTION,
+    given(x=tensors(_TOKENS, NONZERO), w=projections(), num_heads=one_of(1)),
+    where=lambda s: s.heads == 1 and s.sequence > 1,
+    cases={},
+    catches="a path of its own for one head",
+    source=SOURCE,
+)
+def one_head_equals_plain_causal_attention(attend, x, w, num_heads):
+    """With one head it is causal attention of W_Q x, W_K x and W_V x, multiplied by W_O."""
+    close(attend(x, *w, num_heads), _causal_by_hand(x, w, num_heads) @ w.o.double().T)
+
+
+@clause(
+    BOTH,
+    given(arguments=arguments()),
+    cases={},
+    catches="a head size that is rounded down, or heads of unequal size",
+    source=f"{SOURCE}, d_k = d_model / h",
+)
+def refuses_a_number_of_heads_that_does_not_divide(attend, arguments):
+    """A number of heads that does not divide d_model is refused."""
+    d_model = arguments.x.shape[-1]
+    heads = next(number for number in range(2, d_model + 2) if d_model % number)
+    refuses(lambda: attend(*arguments._replace(num_heads=heads)), what=f"num_heads {heads} for d_model {d_model}")
+
+
+# ---------------------------------------------------------------------------------------------------------------- ranks
+
+
+def _other_ranks(domain, name):
+    """Numbers of leading axes other than one, of those that the implementation supports."""
+    axes = [n for n in (0, 2, 3) if n + 2 in domain.supports.get("axes", (2, 4, 5))]
+    if not axes:
+        raise NotJudged("its declared support has no other number of leading axes")
+    return st.sampled_from(axes)
+
+
+@clause(
+    BOTH,
+    given(arguments=arguments(), leading=_other_ranks),
+    level="should",
+    catches="a hard-coded number of axes",
+    source="practice: a single sequence, or examples in several axes, are attended to without reshaping",
+)
+def takes_none_or_more_leading_axes(attend, arguments, leading):
+    """Leading axes are independent examples, none or several of them as well as one."""
+    whole = attend(*arguments)
+
+    def moved(t):
+        return t.unflatten(0, (1,) * (leading - 1) + (-1,)) if leading else t[0]
+
+    close(attend(*arguments._replace(x=moved(arguments.x).clone())), whole.map(moved))

@@ -1,0 +1,262 @@
+"""W_head RMSNorm(Block_n(.. Block_1(Embedding(ids)))): for every token, an unnormalized logit of each possible next.
+
+A layer whose W_O and W_2 are zero adds nothing to the stream: so single layers, and the two ends, are seen alone.
+"""
+
+import hypothesis.strategies as st
+import torch
+
+from spec_lm.conformance import oracle
+from spec_lm.conformance.clause import clause, given
+from spec_lm.conformance.operators import to_numpy
+from spec_lm.conformance.strategies import (
+    THETAS,
+    IdsRecipe,
+    WeightsRecipe,
+    one_of,
+    size,
+    token_ids,
+    weights,
+)
+from spec_lm.conformance.tolerance import bit_equal, close, refuses
+
+LM = "transformer_lm"
+SOURCE = "course notes: Transformer language model"
+EMBEDDING, FINAL_GAIN, HEAD = "token_embeddings.weight", "ln_final.weight", "lm_head.weight"
+DEEP = 12
+
+_MODEL = {"heads": size("heads"), "theta": one_of(*THETAS), "context": size("context_length")}
+_DEEP_MODEL = {**_MODEL, "theta": one_of(10000.0)}
+_LM = {"ids": token_ids("*batch sequence"), "weights": weights(("halves",)), **_MODEL}
+
+
+def _several_tokens(size):
+    return size.sequence > 1
+
+
+def _several_layers(size):
+    return size.layers > 1
+
+
+def _deep_weights(domain, name):
+    """The weights of twelve layers, from few seeds: a call takes twelve times as long."""
+
+    def recipe(size, seed):
+        return WeightsRecipe(size.d_model, size.d_ff, "halves", seed, domain.dtype, DEEP, size.vocab)
+
+    return st.builds(recipe, domain.sizes, st.integers(0, 1))
+
+
+def _rising_ids(domain, name):
+    return st.builds(lambda size: IdsRecipe(size.axes("*batch sequence"), size.vocab, "rising", 0), domain.sizes)
+
+
+def _silenced(weights, layers=None):
+    """The weights with these layers (by default all) adding nothing to the stream: their W_O and W_2 are zero."""
+    ends = ("attn.output_proj.weight", "ffn.w2.weight")
+
+    def silent(name):
+        return name.endswith(ends) and (layers is None or int(name.split(".")[1]) in layers)
+
+    return {name: weight * 0 if silent(name) else weight for name, weight in weights.items()}
+
+
+def _only(weights, layers):
+    """The weights of a model that has these layers alone, numbered from 0."""
+    ends = {name: weight for name, weight in weights.items() if not name.startswith("layers.")}
+    for new, old in enumerate(layers):
+        prefix = f"layers.{old}."
+        held = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+        ends |= {f"layers.{new}.{name}": weight for name, weight in held.items()}
+    return ends
+
+
+def _without_layers(ids, weights):
+    """W_head RMSNorm(Embedding(ids)) in float64."""
+    ids, weights = to_numpy(ids), to_numpy(weights)
+    stream = oracle.embedding(ids, weights[EMBEDDING])
+    return oracle.linear(oracle.rmsnorm(stream, weights[FINAL_GAIN], oracle.BLOCK_EPS), weights[HEAD])
+
+
+def _twice(got, once):
+    """got is exactly twice once; float16 rounds what is below its smallest normal number."""
+    compare = close if got.raw.dtype == torch.float16 else bit_equal
+    compare(got, once * 2, says="doubling a row of lm_head does not double its logit")
+
+
+@clause(LM, given(**_LM), catches="a softmax or logarithm at the end, a bias, logits centered or capped", source=SOURCE)
+def unnormalized_logits(lm, ids, weights, heads, theta, context):
+    """A logit is one row of lm_head times the final norm's output and no more: a row of zeros gives exactly 0, a
+    doubled row doubles its logit exactly, and changing a row moves no other logit."""
+    head = weights[HEAD].clone()
+    head[0], head[-1] = head[0] * 0, head[-1] * 2
+    logits = lm(ids, weights, heads, theta, context)
+    changed = lm(ids, {**weights, HEAD: head}, heads, theta, context)
+    bit_equal(changed[..., 0], 0.0, says="a row of zeros in lm_head does not give the logit 0")
+    bit_equal(changed[..., 1:-1], logits[..., 1:-1], says="changing rows of lm_head moved another row's logit")
+    _twice(changed[..., -1], logits[..., -1])
+
+
+@clause(
+    LM,
+    given(**_LM, scale=one_of(16.0, 0.0625)),
+    catches="no final norm, or a norm after the head",
+    source=SOURCE,
+)
+def final_norm_before_the_head(lm, ids, weights, heads, theta, context, scale):
+    """The stream passes RMSNorm with the gain ln_final, then lm_head: where no layer adds anything, the logits are
+    W_head RMSNorm(Embedding(ids)), however far the rms of the embedding is from 1."""
+    quiet = _silenced({**weights, EMBEDDING: weights[EMBEDDING] * scale})
+    close(lm(ids, quiet, heads, theta, context), _without_layers(ids, quiet))
+
+
+@clause(LM, given(**_LM), catches="1e-6 or 1e-8; an embedding scaled by sqrt(d_model)", source=SOURCE)
+def eps_is_1e_5(lm, ids, weights, heads, theta, context):
+    """The final norm's eps is 1e-5, and the embedding enters unscaled: both show where its mean square is below eps."""
+    quiet = _silenced({**weights, EMBEDDING: weights[EMBEDDING] * 2.0**-10})
+    close(lm(ids, quiet, heads, theta, context), _without_layers(ids, quiet))
+
+
+@clause(
+    LM,
+    given(**_LM, number=st.integers(0, 15)),
+    where=_several_layers,
+    catches="all layers share one set of weights; the last layer is skipped",
+    source=SOURCE,
+)
+def each_layer_has_its_own_weights(lm, ids, weights, heads, theta, context, number):
+    """Layer i uses the weights layers.{i} and no others: where the other layers add nothing, the model is, bit for bit,
+    the model of one layer that holds them."""
+    layers = range(len({name.split(".")[1] for name in weights if name.startswith("layers.")}))
+    chosen = number % len(layers)
+    alone = lm(ids, _only(weights, [chosen]), heads, theta, context)
+    bit_equal(lm(ids, _silenced(weights, set(layers) - {chosen}), heads, theta, context), alone)
+
+
+@clause(
+    LM,
+    given(
+        ids=_rising_ids, weights=_deep_weights, pair=one_of((0, 1), (2, 10), (1, 10), (3, 11), (10, 11)), **_DEEP_MODEL
+    ),
+    where=lambda s: s.batch == (2,) and s.layers > 1,
+    cases={},
+    catches="layers sorted by name (10 before 2) or in reverse order; layers.1 mistaken for layers.10",
+    source=SOURCE,
+)
+def layers_run_in_order(lm, ids, weights, pair, heads, theta, context):
+    """Layers run in the order of their numbers, 2 before 10 too: where only two of twelve add anything, the model is,
+    bit for bit, the model of these two layers."""
+    others = set(range(DEEP)) - set(pair)
+    two = lm(ids, _only(weights, pair), heads, theta, context)
+    bit_equal(lm(ids, _silenced(weights, others), heads, theta, context), two)
+
+
+@clause(
+    LM,
+    given(**_LM, number=st.integers(0, 15)),
+    where=_several_layers,
+    catches="something between the layers: a norm, a scale, an embedding of the layer's number",
+    source=SOURCE,
+)
+def a_layer_that_adds_nothing_can_be_removed(lm, ids, weights, heads, theta, context, number):
+    """Nothing but the stream passes from layer to layer: one whose W_O and W_2 are zero can be removed, and the logits
+    stay bit for bit as they were."""
+    layers = range(len({name.split(".")[1] for name in weights if name.startswith("layers.")}))
+    chosen = number % len(layers)
+    rest = lm(ids, _only(weights, [layer for layer in layers if layer != chosen]), heads, theta, context)
+    bit_equal(lm(ids, _silenced(weights, {chosen}), heads, theta, context), rest)
+
+
+@clause(
+    LM,
+    given(**_LM),
+    level="should",
+    catches="a depth that is read from the first layer's weights",
+    source="practice: a model without layers is where ablations over depth start",
+)
+def zero_layers(lm, ids, weights, heads, theta, context):
+    """A model of no layers gives W_head RMSNorm(Embedding(ids))."""
+    close(lm(ids, _only(weights, []), heads, theta, context), _without_layers(ids, weights))
+
+
+@clause(LM, given(**_LM), catches="an id that is special; rows of the embedding or the head mixed up", source=SOURCE)
+def vocabulary_permutation_commutes(lm, ids, weights, heads, theta, context):
+    """The vocabulary has no order: renumbering the ids, and the rows of the embedding and of lm_head alike, renumbers
+    the logits and changes nothing else."""
+    last = len(weights[EMBEDDING]) - 1
+    renumbered = {**weights, EMBEDDING: weights[EMBEDDING].flip(0), HEAD: weights[HEAD].flip(0)}
+    logits = lm(ids, weights, heads, theta, context)
+    close(lm(last - ids, renumbered, heads, theta, context), logits.map(lambda t: t.flip(-1)))
+
+
+@clause(LM, given(**_LM), catches="the head is the embedding, or overwrites it", source=SOURCE)
+def head_is_not_tied_to_the_embedding(lm, ids, weights, heads, theta, context):
+    """lm_head and the embedding are two weights: changing the embedding of an absent token changes no logit, changing
+    a present token's row of lm_head changes no logit but its own."""
+    ids = ids // 2  # the last id is now absent
+    table, head, present = weights[EMBEDDING].clone(), weights[HEAD].clone(), int(ids.flatten()[0])
+    table[-1], head[present] = table[-1] * 2, head[present] * 2
+    others = [row for row in range(len(head)) if row != present]
+    changed = lm(ids, {**weights, EMBEDDING: table, HEAD: head}, heads, theta, context)
+    bit_equal(changed[..., others], lm(ids, weights, heads, theta, context)[..., others])
+
+
+@clause(
+    LM,
+    given(**_LM, other=token_ids("*batch sequence"), cut=st.integers(0, 15)),
+    where=_several_tokens,
+    catches="no causal mask in some layer",
+    source=SOURCE,
+)
+def causal_independence_from_future_tokens(lm, ids, weights, heads, theta, context, other, cut):
+    """Changing later tokens leaves the logits of earlier ones bit for bit as they were."""
+    kept = 1 + cut % (ids.shape[-1] - 1)
+    changed = torch.cat((ids[..., :kept], other[..., kept:]), -1)
+    after = lm(changed, weights, heads, theta, context)
+    bit_equal(after[..., :kept, :], lm(ids, weights, heads, theta, context)[..., :kept, :])
+
+
+@clause(
+    LM,
+    given(**_LM, cut=st.integers(0, 15)),
+    where=_several_tokens,
+    catches="anything that depends on the sequence's length",
+    source=SOURCE,
+)
+def prefix_gives_the_first_logits(lm, ids, weights, heads, theta, context, cut):
+    """The logits for a prefix are the first logits for the whole sequence."""
+    kept = 1 + cut % (ids.shape[-1] - 1)
+    prefix = lm(ids[..., :kept], weights, heads, theta, context)
+    close(prefix, lm(ids, weights, heads, theta, context)[..., :kept, :])
+
+
+@clause(
+    LM,
+    given(ids=_LM["ids"], weights=_LM["weights"], heads=size("heads"), theta=one_of(*THETAS), cut=st.integers(0, 15)),
+    where=_several_tokens,
+    catches="over-long input is truncated, or gets positions beyond the table",
+    source=SOURCE,
+)
+def over_long_input_is_refused(lm, ids, weights, heads, theta, cut):
+    """A sequence longer than context_length is refused."""
+    sequence = ids.shape[-1]
+    context = sequence - 1 - cut % (sequence - 1)
+    refuses(lambda: lm(ids, weights, heads, theta, context), what=f"a sequence of {sequence} in a context of {context}")
+
+
+@clause(LM, given(**_LM), catches="only one length is accepted, or positions are stretched", source=SOURCE)
+def context_length_is_only_a_limit(lm, ids, weights, heads, theta, context):
+    """Any sequence up to context_length is accepted, and the limit takes no part in the logits."""
+    filled = lm(ids, weights, heads, theta, ids.shape[-1])
+    close(lm(ids, weights, heads, theta, context), filled)
+
+
+@clause(
+    LM, given(**_LM), catches="weights that are popped from the dict or scaled in place", source="adapter interface"
+)
+def the_same_weights_serve_twice(lm, ids, weights, heads, theta, context):
+    """The weight dict as one call leaves it gives the next call the same logits."""
+    logits = lm(ids, weights, heads, theta, context)
+    left = lm.handed[1]
+    bit_equal(len(left), len(weights), says="a call removed weights from the dict, or added some")
+    close(lm(ids, left, heads, theta, context), logits, says="the second call with the same weights differs")

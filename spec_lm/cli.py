@@ -1,0 +1,439 @@
+"""The command line: `spec-lm check`, `clauses`, `explain` and `replay`.
+
+A thin front end: it prints what the runner emits. Nothing heavy is imported before a command needs it, so that
+`spec-lm --help` answers at once.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+import spec_lm
+from spec_lm.conformance.report import Outcome, Report, UserError, outcome_line, printable, read_reports, write_lines
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+
+    from spec_lm.conformance.clause import Clause
+
+LAST = Path(".spec-lm/last.jsonl")
+ERROR = 2
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="The executable specification of a Transformer language model.",
+)
+
+
+class Level(StrEnum):
+    """Which clauses: MUST alone, or SHOULD as well."""
+
+    must = "must"
+    should = "should"
+
+
+def main() -> None:
+    """Run the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # text of unknown origin must not end the program in a narrow encoding
+            stream.reconfigure(errors="backslashreplace")
+    app()
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"spec_lm {spec_lm.__version__}, spec {spec_lm.SPEC_VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the versions and exit.")
+    ] = False,
+) -> None:
+    """The executable specification of a Transformer language model."""
+
+
+# --------------------------------------------------------------------------------------------------------------- check
+
+
+@app.command()
+def check(
+    implementations: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[IMPL]...",
+            help="A path (tests/adapters.py), a module, module:object, or operator=module:function pairs, which "
+            "together are one implementation. Without one, the built-in reference is checked.",
+            show_default=False,
+        ),
+    ] = None,
+    level: Annotated[Level, typer.Option(help="MUST clauses alone, or SHOULD clauses as well.")] = Level.must,
+    operator: Annotated[
+        list[str] | None, typer.Option(metavar="OP", help="Check this operator only; repeatable.")
+    ] = None,
+    clause: Annotated[list[str] | None, typer.Option(metavar="ID", help="Check this clause only; repeatable.")] = None,
+    examples: Annotated[int, typer.Option(min=1, help="Examples drawn for each clause.")] = 50,
+    seed: Annotated[int, typer.Option(help="Of all draws: the same seed gives the same report.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="Where the arguments lie: cpu, cuda, ..")] = "cpu",
+    convention: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Declare a convention; repeatable.")
+    ] = None,
+    require: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OP|all", help="Exit with 2 where this operator is not provided; repeatable."),
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write every outcome, as it comes, as JSON Lines.")
+    ] = None,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print failures and the last line only.")] = False,
+) -> None:
+    """Check implementations against the clauses.
+
+    Exit code: 0 all hold, 1 a clause fails, 2 it could not be checked (an error, interrupted, nothing or not everything
+    required provided).
+    """
+    with _mendable(), contextlib.ExitStack() as files:
+        asked: dict[str, Any] = {"operators": operator, "clauses": clause, "level": level.value, "examples": examples}
+        asked |= {"seed": seed, "dtype": dtype, "device": device, "require": require or ()}
+        asked["conventions"] = dict(_pair(each) for each in convention or ())
+        sinks = [files.enter_context(_written(report))] if report else []
+        xml = files.enter_context(_written(junit)) if junit else None
+        again = report
+        if last := _last_file(files):
+            sinks.append(last)
+            again = LAST
+        checks = _Checks(_console(), sinks, asked, quiet, str(again) if again else "")
+        codes = [checks.one(each) for each in _grouped(implementations or [])]
+        if xml is not None:
+            _write_junit(xml, checks.reports)
+    raise typer.Exit(ERROR if checks.interrupted else 1 if 1 in codes else max(codes))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UserError(f"--convention {text}: write it as name=value")
+    return name, value
+
+
+def _grouped(arguments: list[str]) -> list[Any]:
+    """What to check, in turn: all pairs together, where the first stood; every other argument by itself."""
+    pairs = tuple(each for each in arguments if "=" in each)
+    grouped: list[Any] = []
+    for each in arguments or [None]:
+        if each is None or "=" not in each:
+            grouped.append(each)
+        elif pairs not in grouped:
+            grouped.append(pairs)
+    return grouped
+
+
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[TextIO]:
+    """A file to write to, opened before anything runs, so that a wrong path is told at once."""
+    try:
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    with file:
+        yield file
+
+
+def _last_file(files: contextlib.ExitStack) -> TextIO | None:
+    """The report of the last check, kept in the current folder for `spec-lm replay`."""
+    try:
+        LAST.parent.mkdir(exist_ok=True)
+        ignored = LAST.parent / ".gitignore"
+        if not ignored.exists():
+            ignored.write_text("*\n", encoding="utf-8")
+        return files.enter_context(LAST.open("w", encoding="utf-8"))
+    except OSError as error:
+        _say(f"spec-lm: {LAST} cannot be written ({error.strerror}); failures of this check cannot be replayed from it")
+        return None
+
+
+def _write_junit(file: TextIO, reports: list[Report]) -> None:
+    from spec_lm.conformance.junit import junit_text
+
+    file.write(junit_text(reports))
+
+
+@dataclass
+class _Checks:
+    """Checks implementations in turn, printing and writing outcomes as they come."""
+
+    console: "Console"
+    sinks: list[TextIO]
+    asked: dict[str, Any]
+    quiet: bool
+    again: str
+    reports: list[Report] = field(default_factory=list)
+    interrupted: bool = False
+
+    def one(self, implementation: Any) -> int:
+        """Check one; its exit code. What cannot be loaded is told, and the next one is checked."""
+        from spec_lm.conformance.implementation import BUILT_IN, ImplementationError
+        from spec_lm.conformance.runner import check as run
+
+        if self.interrupted:
+            return ERROR
+        view = _View(self.console, self.sinks, self.quiet)
+        try:
+            with view:
+                what = BUILT_IN if implementation is None else implementation
+                report = run(what, **self.asked, on_start=view.start, on_outcome=view.outcome)
+        except ImplementationError as error:
+            _say(f"spec-lm: {error}")
+            return ERROR
+        except KeyboardInterrupt:
+            self.interrupted = True
+            report = Report(view.header, tuple(view.outcomes), tuple(view.header.get("required", ())), complete=False)
+            if not view.header:
+                return ERROR
+        self._finish(view, report, implementation is None)
+        return report.exit_code
+
+    def _finish(self, view: "_View", report: Report, built_in: bool) -> None:
+        from spec_lm.conformance.display import failure_text, summary_text
+
+        self.reports.append(report)
+        view.write(report.footer())
+        for outcome in report.of("fails", "error"):
+            again = f"spec-lm replay {self.again} {outcome.clause}" if self.again else ""
+            if not self.quiet or outcome is not report.of("fails", "error")[0]:
+                self.console.print()
+            _print_failure(self.console, failure_text(outcome, again))
+        if not self.quiet or report.of("fails", "error"):
+            self.console.print()
+        hint = "; check your own with `spec-lm check path/to/adapters.py`" if built_in else ""
+        _print(self.console, summary_text(report) + hint, style="bold")
+
+
+class _View:
+    """One check as it runs: its lines on the screen and in the report files."""
+
+    def __init__(self, console: "Console", sinks: list[TextIO], quiet: bool) -> None:
+        self.console, self.sinks, self.quiet = console, sinks, quiet
+        self.header: dict[str, Any] = {}
+        self.outcomes: list[Outcome] = []
+        self._of_operator: list[Outcome] = []
+        self._progress: Live | None = None
+
+    def __enter__(self) -> "_View":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        self._end_operator()
+
+    def write(self, line: dict[str, Any]) -> None:
+        for sink in self.sinks:
+            write_lines(sink, [line])
+
+    def start(self, header: dict[str, Any]) -> None:
+        """Before the first clause runs."""
+        from spec_lm.conformance.display import header_text
+
+        self.header = header
+        self.write({"kind": "header", **header})
+        self._line(header_text(header))
+        if not self.quiet and sys.stdout.isatty() and not self.console.is_dumb_terminal:
+            from rich.live import Live
+
+            self._progress = Live(console=self.console, auto_refresh=False, transient=True)
+            self._progress.start()
+        self._show_progress()
+
+    def outcome(self, outcome: Outcome) -> None:
+        """A clause came to something."""
+        self.write(outcome_line(outcome))
+        if self._of_operator and self._of_operator[0].operator != outcome.operator:
+            self._end_operator()
+        self.outcomes.append(outcome)
+        self._of_operator.append(outcome)
+        self._show_progress()
+
+    def _end_operator(self) -> None:
+        from spec_lm.conformance.display import operator_text
+        from spec_lm.conformance.operators import OPERATORS
+
+        if self._of_operator:
+            width = max(len(name) for name in OPERATORS)
+            self._line(operator_text(self._of_operator[0].operator, self._of_operator, width))
+        self._of_operator = []
+
+    def _line(self, text: str) -> None:
+        if not self.quiet:
+            _print(self.console, text)
+
+    def _show_progress(self) -> None:
+        if self._progress is not None:
+            from rich.text import Text
+
+            operator = self._of_operator[0].operator if self._of_operator else ""
+            done = f"  {len(self.outcomes)} of {self.header['clauses']} clauses   {operator}"
+            self._progress.update(Text(done, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
+
+
+# ----------------------------------------------------------------------------------------- clauses, explain and replay
+
+
+@app.command()
+def clauses(
+    level: Annotated[Level, typer.Option(help="MUST clauses alone, or SHOULD clauses as well.")] = Level.should,
+    operator: Annotated[list[str] | None, typer.Option(metavar="OP", help="Of this operator only; repeatable.")] = None,
+) -> None:
+    """List the clauses: id, level, sentence."""
+    from spec_lm.conformance.runner import select
+
+    with _mendable():
+        chosen = select(operator, None, level.value)
+    console, widest = _console(), max((len(each.id) for each in chosen), default=0)
+    if console.is_terminal:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table("clause", "level", "sentence", box=None, padding=(0, 2, 0, 0))
+        for each in chosen:
+            table.add_row(Text(each.id, no_wrap=True), each.level.upper(), Text(each.sentence))
+        console.print(table)
+    else:
+        for each in chosen:
+            _print(console, f"{each.id:<{widest}}  {each.level.upper():<6}  {each.sentence}")
+
+
+@app.command()
+def explain(
+    clause: Annotated[str, typer.Argument(metavar="CLAUSE", help="Its id, as in softmax.shift_invariance.")],
+) -> None:
+    """Explain a clause: what it says, where that comes from, what it catches, and its property."""
+    import inspect
+
+    from spec_lm.conformance.runner import known_clause
+
+    with _mendable():
+        found = known_clause(clause)
+    console = _console()
+    _print(console, f"{found.id}   {found.level.upper()}", style="bold")
+    _print(console, f"  {found.sentence}\n")
+    for label, text in (("source", found.source), ("catches", found.catches), *_faults_of(found)):
+        _print(console, f"{label:<9} {text}")
+    file = inspect.getsourcefile(found.body) or ""
+    _print(console, f"{'property':<9} {file}:{found.body.__code__.co_firstlineno}\n")
+    _print(console, inspect.getsource(found.body).rstrip())
+
+
+def _faults_of(clause: "Clause") -> Iterator[tuple[str, str]]:
+    """The faults of the catalogue that the clause must detect, a line each."""
+    from spec_lm.faults import catalogue, clauses_detecting
+
+    for fault in catalogue().values():
+        if clause.id in clauses_detecting(fault):
+            yield "detects", f"{fault.does} ({fault.report or fault.id})"
+
+
+@app.command()
+def replay(
+    report: Annotated[Path, typer.Argument(metavar="REPORT", help="A report file, as in .spec-lm/last.jsonl.")],
+    clause: Annotated[str | None, typer.Argument(metavar="[CLAUSE]", help="Only this clause.")] = None,
+) -> None:
+    """Run a report's counterexamples again, as its header says. Exit code: 1 where one still fails."""
+    from spec_lm.conformance.runner import known_clause
+    from spec_lm.conformance.runner import replay as run
+
+    with _mendable():
+        wanted = [known_clause(clause).id] if clause else []
+        reports = read_reports(report)
+        failed = [outcome for each in reports for outcome in each.of("fails")]
+        if wanted and wanted[0] not in [outcome.clause for outcome in failed]:
+            raise UserError(f"{report} holds no counterexample of {clause}; {_stored_text(failed)}")
+        view = _Again(_console(), report)
+        outcomes = [outcome for each in reports for outcome in run(each, wanted, on_outcome=view.outcome)]
+        still = [outcome.outcome for outcome in outcomes]
+        total = f"{len(still)} counterexample{'' if len(still) == 1 else 's'}"
+        counts = f"{still.count('fails')} still fail, {still.count('holds')} fixed"
+        counts += f", {still.count('absent')} not provided" if "absent" in still else ""
+        _print(
+            view.console, f"{total} of {report} replayed: {counts}" if still else f"{report} holds no counterexample"
+        )
+    raise typer.Exit(1 if "fails" in still else ERROR if "absent" in still else 0)
+
+
+def _stored_text(failed: list[Outcome]) -> str:
+    ids = dict.fromkeys(outcome.clause for outcome in failed)
+    return f"it holds those of {', '.join(ids)}" if ids else "nothing fails in it"
+
+
+@dataclass
+class _Again:
+    """Prints what stored counterexamples come to now."""
+
+    console: "Console"
+    report: Path
+
+    def outcome(self, outcome: Outcome) -> None:
+        from spec_lm.conformance.display import failure_text
+
+        if outcome.outcome == "fails":
+            _print(self.console, f"still fails   {outcome.clause}")
+            _print_failure(self.console, failure_text(outcome, f"spec-lm replay {self.report} {outcome.clause}"))
+            self.console.print()
+        else:
+            word = "fixed" if outcome.outcome == "holds" else "not provided"
+            _print(self.console, f"{word:<13} {outcome.clause}")
+
+
+# ------------------------------------------------------------------------------------------------------------ printing
+
+
+@contextlib.contextmanager
+def _mendable() -> Iterator[None]:
+    """What the user can mend is one message on stderr and exit code 2, without a traceback."""
+    try:
+        yield
+    except UserError as error:
+        _say(f"spec-lm: {error}")
+        raise typer.Exit(ERROR) from None
+    except KeyboardInterrupt:
+        _say("spec-lm: interrupted")
+        raise typer.Exit(ERROR) from None
+
+
+def _say(text: str) -> None:
+    print(printable(text), file=sys.stderr)
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def _print(console: "Console", text: str, style: str = "") -> None:
+    """Print text as it is: no markup, no wrapping."""
+    from rich.text import Text
+
+    console.print(Text(printable(text), style=style), soft_wrap=True)
+
+
+def _print_failure(console: "Console", text: str) -> None:
+    from rich.text import Text
+
+    first, _, rest = printable(text).partition("\n")
+    console.print(Text(first, style="bold red"), soft_wrap=True)
+    console.print(Text(rest), soft_wrap=True)

@@ -1,0 +1,35 @@
+"""README and docs say what is so: their Python runs, their generated parts are up to date."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PYTHON = [
+    pytest.param(code, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
+    if "import" in code
+]
+
+
+@pytest.mark.parametrize("code", PYTHON)
+def test_python_on_a_page_runs(code):
+    exec(compile(code, "page", "exec"), {})
+
+
+def test_readme_holds_what_its_generator_writes():
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    text = generate.README.read_text(encoding="utf-8")
+    assert generate.generated(text) == text, "run `python docs/generate.py`"
+
+
+def test_each_page_is_reachable_and_links_to_pages_that_exist():
+    for page in PAGES:
+        for link in re.findall(r"\]\(([\w/-]+\.md)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).is_file() or link.startswith("operators/"), f"{page.name}: {link}"
