@@ -3,8 +3,8 @@
     pytest                                                              in the checkout: on the reference
     pytest --pyargs spec_lm.properties --spec-lm-impl tests/adapters.py on an implementation
 
-It patches nothing and imports nothing heavy until a file of the specification is collected. That is decided by where the
-file lies, never by the name of its folder.
+It patches nothing, and imports nothing heavy until a file of the specification is collected. That is decided by where
+the file lies, never by the name of its folder.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from spec_lm.conformance.clause import Clause
     from spec_lm.conformance.implementation import Implementation
     from spec_lm.conformance.report import Outcome
-    from spec_lm.conformance.runner import OperatorRun, Settings
+    from spec_lm.conformance.runner import OperatorRun
 
 _STATE = pytest.StashKey["_Subject"]()
 _OPTIONS = ("impl", "examples", "level", "dtype")
@@ -36,8 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--spec-lm-impl",
         action="append",
         metavar="IMPL",
-        help="check this implementation, not the reference: a path, a module, module:object, or operator=module:function "
-        "(repeatable); as in pytest --pyargs spec_lm.properties --spec-lm-impl tests/adapters.py",
+        help="check this implementation, not the reference: a path, a module, module:object, or "
+        "operator=module:function (repeatable); as in "
+        "pytest --pyargs spec_lm.properties --spec-lm-impl tests/adapters.py",
     )
     group.addoption("--spec-lm-examples", type=int, metavar="N", help="examples drawn for each clause (default: 50)")
     group.addoption(
@@ -65,7 +66,7 @@ def _is_specification(folder: Path) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    """Tell at once what would otherwise be told once a file: a wrong option, or a checkout whose clauses are not run."""
+    """Tell at once of a wrong option, and of a checkout whose clauses would not run."""
     _refuse_another_checkout(session.config)
     if any(session.config.getoption(f"spec_lm_{name}") is not None for name in _OPTIONS):
         try:
@@ -83,8 +84,8 @@ def _refuse_another_checkout(config: pytest.Config) -> None:
     asked = [place for place in places if place.is_relative_to(clauses) or clauses.is_relative_to(place)]
     if asked and clauses.resolve() != _specification():
         raise pytest.UsageError(
-            f"{clauses} is not the specification of the installed spec_lm ({_specification()}), so that none of its clauses "
-            f"would run; install the checkout (pip install -e .), or use pytest --pyargs spec_lm.properties"
+            f"{clauses} is not the specification of the installed spec_lm ({_specification()}), so that none of its "
+            f"clauses would run; install the checkout (pip install -e .), or use pytest --pyargs spec_lm.properties"
         )
 
 
@@ -139,7 +140,7 @@ class ClauseFailed(Exception):
 
 
 class ClauseItem(pytest.Function):
-    """A clause, on the session's implementation. `obj` is its Hypothesis test, for the options of Hypothesis's plugin."""
+    """A clause, on the session's implementation; `obj` is its Hypothesis test, for Hypothesis's own plugin."""
 
     def __init__(self, *args: Any, clause: "Clause", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

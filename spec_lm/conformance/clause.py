@@ -121,7 +121,7 @@ class Clause:
             shrink: look for a smaller counterexample; False only tells whether there is one.
 
         Returns:
-            A test without parameters, decorated by `hypothesis.given`; `settings` and `seed` can be applied to it.
+            A test without parameters, decorated by `hypothesis.given` and `settings`; `seed` can be applied to it.
 
         Raises:
             NotJudged: nothing this clause needs is left in the domain, or it is not about this dtype.

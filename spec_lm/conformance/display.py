@@ -32,11 +32,15 @@ _BUILT_IN = "spec_lm.reference.adapters"
 
 def counterexample_of(recipes: Mapping[str, Any], operator: Operator) -> dict[str, Any]:
     """A counterexample for the report: its recipes, and what they build, up to 64 numbers each."""
-    parts = [
-        (argument, name, value) for argument in recipes for name, value in _flattened({argument: recipes[argument]})
-    ]
-    seen = Counter(name for _, name, _ in parts)  # two argument lists are told apart by the name of the list
-    values = {f"{argument}.{name}" if seen[name] > 1 else name: _stored(value) for argument, name, value in parts}
+    named: dict[str, dict[str, Any]] = {}
+    for argument, recipe in recipes.items():
+        for name, value in _flattened({argument: recipe}):
+            named.setdefault(name, {})[argument] = _stored(value)
+    values: dict[str, Any] = {}
+    for name, stored in named.items():  # where two argument lists differ, they are told apart by their names
+        first, *others = stored.values()
+        alike = all(other == first for other in others)
+        values |= {name: first} if alike else {f"{argument}.{name}": each for argument, each in stored.items()}
     return {"recipes": {name: to_json(recipe) for name, recipe in recipes.items()}, "values": values}
 
 
@@ -108,8 +112,8 @@ def shape_text(shape: Iterable[int]) -> str:
 
 def numbers_text(data: Any, dtype: str = "float64", longest: int = _LONGEST_LINE) -> str:
     """Nested lists of numbers on one line, each as short as its dtype allows, the middle of long ones left out."""
-    if isinstance(data, str) and data not in ("nan", "inf", "-inf"):
-        return printable(data)
+    if data is None or (isinstance(data, str) and data not in ("nan", "inf", "-inf")):
+        return printable(str(data))
     array = np.asarray(_numbers(data))
     text = _written(array, dtype, edge=10**6)
     for edge in (3, 2, 1):
@@ -171,7 +175,7 @@ def values_text(values: Mapping[str, Any]) -> Iterator[str]:
     elif beside:
         lines.append(beside)
     for name, entries in dicts.items():
-        lines += _set_closely(name, entries)
+        lines += _set_closely(name, [entry for entry in entries if entry])
     yield from lines
 
 
@@ -179,7 +183,8 @@ def _weight_text(key: str, stored: Mapping[str, Any]) -> str:
     """An entry of a weight dict: whole where it is small."""
     if "data" in stored and math.prod(stored["shape"]) <= _WHOLE_WEIGHT:
         return f"{key} {numbers_text(stored['data'], stored['dtype'])}"
-    return f"{key} {shape_text(stored['shape'])}"
+    # The shapes of all layers are alike: those of the first are enough.
+    return "" if re.match(r"layers\.[1-9]", key) else f"{key} {shape_text(stored['shape'])}"
 
 
 def _set_closely(label: str, entries: list[str]) -> Iterator[str]:

@@ -48,11 +48,11 @@ class Implementation:
 def loaded(spec: Any) -> Iterator[Implementation]:
     """The implementation that a path, a module name, `operator=module:function` pairs or a live object stand for.
 
-    Its folder and its project's root are importable inside the block; afterwards sys.path and the modules that came from
-    them are as they were, so that two files of one name can be checked in one process.
+    Its folder and its project's root are importable inside the block; afterwards sys.path and the modules that came
+    from them are as they were, so that two files of one name can be checked in one process.
 
     Args:
-        spec: text as on the command line, a sequence of pairs, a path, a module, a mapping or any object with functions.
+        spec: text as on the command line, a sequence of pairs, a path, a module, a mapping or an object with functions.
 
     Raises:
         ImplementationError: it cannot be imported, or provides no operator.
@@ -178,7 +178,7 @@ def _mend(error: BaseException, what: str) -> str:
     return f"try `python -c 'import runpy; runpy.run_path({what!r})'` for the whole traceback"
 
 
-# ------------------------------------------------------------------------------------------------ files and their project
+# ---------------------------------------------------------------------------------------------- files and their project
 
 
 @contextmanager
@@ -301,11 +301,10 @@ def _normalized(name: str) -> str:
 @contextmanager
 def _own_metadata(root: Path) -> Iterator[None]:
     """`importlib.metadata.version` of the project's own packages answers inside the block, installed or not."""
-    names = {folder.name for base in (root, root / "src") if base.is_dir() for folder in base.iterdir() if folder.is_dir()}
-    try:
+    bases = [base for base in (root, root / "src") if base.is_dir()]
+    names = {folder.name for base in bases for folder in base.iterdir() if folder.is_dir()}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no project table: its folders' names must do
         names.add(tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # no project table to read: its folders' names must do
     finder = _OwnDistributionFinder(names)
     sys.meta_path.append(finder)
     try:

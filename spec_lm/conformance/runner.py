@@ -249,9 +249,7 @@ def why_absent(domain: Domain, checked: Checked) -> str:
     return ""
 
 
-def run_clause(
-    clause: Clause, checked: Checked, domain: Domain, settings: Settings
-) -> tuple[Outcome, frozenset[str]]:
+def run_clause(clause: Clause, checked: Checked, domain: Domain, settings: Settings) -> tuple[Outcome, frozenset[str]]:
     """One clause's outcome, and the features it shows to be lacking."""
     started = time.perf_counter()
     search = Search(clause, checked)
@@ -365,7 +363,7 @@ def replay(report: Report, clauses: Iterable[str] = (), on_outcome: Emit = lambd
         settings = Settings(**{name: report.header[name] for name in kept if name in report.header})
         name = report.header["implementation"]
     except (KeyError, TypeError) as broken:
-        raise ReportError(f"the report's header lacks something: {broken}; write a new one with spec-lm check") from None
+        raise ReportError(f"the report's header lacks something: {broken}; check again") from None
     with preserved(settings.seed), loaded(name) as subject:
         for outcome in stored:
             outcomes.append(_again(outcome, subject, settings))
@@ -396,7 +394,7 @@ def _again(outcome: Outcome, subject: Implementation, settings: Settings) -> Out
     return _outcome(clause, "holds", "")
 
 
-# ------------------------------------------------------------------------------------------- leaving the caller's process
+# ----------------------------------------------------------------------------------------- leaving the caller's process
 
 
 @contextlib.contextmanager
@@ -445,7 +443,8 @@ def preserved(seed: int) -> Iterator[None]:
         torch.set_grad_enabled(grad)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
+        if torch.are_deterministic_algorithms_enabled() != deterministic:  # setting it imports a compiler: seconds
+            torch.use_deterministic_algorithms(deterministic)
         os.chdir(folder)
         if os.environ != environment:
             os.environ.clear()

@@ -300,7 +300,7 @@ def axes_squeezed(x, dim):
     return functional.softmax(x, dim).squeeze()
 
 
-# ---------------------------------------------------------------------------------------- memory, and what a call leaves
+# --------------------------------------------------------------------------------------- memory, and what a call leaves
 
 
 @fault(

@@ -72,7 +72,7 @@ def scaled_dot_product_attention(
     scores = einsum(upcast(query), upcast(key), "... queries d_k, ... keys d_k -> ... queries keys")
     scores = scores / sqrt(query.shape[-1])
     mask = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask
-    blind = ~mask.any(-1, keepdim=True)  # A row of -inf alone is NaN, and so its gradient: left open here, then zeroed.
+    blind = ~mask.any(-1, keepdim=True)  # A row of -inf alone gives NaN: it is left open here, then zeroed.
     probabilities = softmax(scores.masked_fill(~(mask | blind), -torch.inf), -1).masked_fill(blind, 0.0)
     return einsum(probabilities, upcast(value), "... queries keys, ... keys d_v -> ... queries d_v").to(query.dtype)
 
@@ -93,8 +93,7 @@ def embedding(token_ids: Integer[Tensor, "*batch"], weight: Float[Tensor, "vocab
 @shape_checked
 def silu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Weigh each entry by its own sigmoid: x sigmoid(x). Source: Building blocks, silu."""
-    wide = upcast(x)
-    return (wide * wide.sigmoid()).to(x.dtype)
+    return (upcast(x) * upcast(x).sigmoid()).to(x.dtype)
 
 
 @shape_checked
@@ -114,8 +113,7 @@ def rmsnorm(x: Tokens, gain: Float[Tensor, " d_model"], eps: float) -> Tokens:
 
 @shape_checked
 def rope_table(positions: Integer[Tensor, "*axes"], d_k: int, theta: float) -> Float[Tensor, "2 *axes pairs"]:
-    """Cosine and sine of every pair's angle, position * theta^(-2i/d_k) radians, in float64 for the distant positions.
-    Raises ValueError for an odd d_k. Source: Causal multi-head self-attention, rope."""
+    """Cosine and sine of each pair's angle in `rope`, in float64 for distant positions; ValueError for an odd d_k."""
     if d_k % 2:
         raise ValueError(f"RoPE rotates pairs, so d_k must be even, got {d_k}; choose d_model / num_heads even")
     exponents = torch.arange(0, d_k, 2, device=positions.device, dtype=torch.float64) / d_k
@@ -125,7 +123,7 @@ def rope_table(positions: Integer[Tensor, "*axes"], d_k: int, theta: float) -> F
 
 @shape_checked
 def rotate_pairs(x: Rotated, table: Float[Tensor, "2 *#batch sequence pairs"]) -> Rotated:
-    """Turn each pair (a, b) = (x_2i, x_2i+1) into (a cos - b sin, a sin + b cos). Source: as `rope_table`."""
+    """Turn each pair (a, b) = (x_2i, x_2i+1) into (a cos - b sin, a sin + b cos). Source: as `rope`."""
     wide = upcast(x)
     cos, sin = table.to(wide.dtype)
     a, b = rearrange(wide, "... (pairs two) -> two ... pairs", two=2)
@@ -135,8 +133,8 @@ def rotate_pairs(x: Rotated, table: Float[Tensor, "2 *#batch sequence pairs"]) -
 
 @shape_checked
 def rope(x: Rotated, positions: Positions, theta: float, max_seq_len: int) -> Rotated:
-    """Rotate pair i of the last axis, (x_2i, x_2i+1), by the angle position * theta^(-2i/d_k) radians.
-    Raises ValueError for an odd d_k, IndexError for a position outside 0..max_seq_len-1. Source: as `rope_table`."""
+    """Rotate pair i of the last axis, (x_2i, x_2i+1), by the angle position * theta^(-2i/d_k) radians. Raises
+    ValueError for an odd d_k, IndexError for a position outside. Source: Causal multi-head self-attention, rope."""
     refuse_outside(positions, max_seq_len, "position", "max_seq_len")
     return rotate_pairs(x, rope_table(positions, x.shape[-1], theta))
 

@@ -109,8 +109,7 @@ class MultiHeadSelfAttention(nn.Module):
         self.num_heads, self.rope = num_heads, None
         if theta is not None and max_seq_len is not None:
             self.rope = RotaryPositionalEmbedding(theta, d_model // num_heads, max_seq_len, factory.get("device"))
-        square = partial(Linear, d_model, d_model, **factory)
-        self.q_proj, self.k_proj, self.v_proj, self.output_proj = square(), square(), square(), square()
+        self.q_proj, self.k_proj, self.v_proj, self.output_proj = (Linear(d_model, d_model, **factory) for _ in "qkvo")
 
     @shape_checked
     def forward(self, x: Stream, token_positions: Positions | None = None) -> Stream:

@@ -9,8 +9,9 @@
 `*` marks a word that stands for several axes, `#` one that may broadcast; `heads_d_k` is the product heads d_k.
 """
 
+import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from inspect import signature
 from itertools import zip_longest
 from typing import Any, ParamSpec, TypeVar, get_args
@@ -21,6 +22,7 @@ from jaxtyping import TypeCheckError, jaxtyped
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+_untraced = cache(torch.compiler.disable)  # keeps the checker out of what torch.compile traces after a graph break
 
 
 class ShapeError(TypeError):
@@ -35,8 +37,9 @@ def shape_checked(function: Callable[Arguments, Result]) -> Callable[Arguments, 
     def checking(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if torch.compiler.is_compiling():  # the checker cannot be traced
             return function(*args, **kwargs)
+        check: Any = _untraced(checked) if "torch._dynamo" in sys.modules else checked
         try:
-            return checked(*args, **kwargs)
+            return check(*args, **kwargs)
         except TypeCheckError as error:
             arguments = signature(function).bind(*args, **kwargs).arguments
             problem = _problem(function, arguments) or str(error.__cause__ or error).strip()

@@ -587,6 +587,10 @@ def test_the_pairing_reaches_whatever_contains_rope(operator: str) -> None:
 
     halves = {"rope_pairing": "halves"}
     function = getattr(Halves(), operator)
+    for args in draws(operator, "float32", 1):
+        given = tuple(map(as_arrays, args))
+        exact = getattr(oracle, operator)(*given, pairing="halves")
+        np.testing.assert_array_equal(bounded(operator, given, "float32", halves)[0], exact)
     assert max(worst(operator, args, "float32", [function], halves) for args in draws(operator, "float32", 1)) <= 0.6
     assert max(worst(operator, args, "float32", [function]) for args in draws(operator, "float32", 1)) > 100
 
@@ -658,6 +662,16 @@ def test_an_unknown_convention_is_refused(conventions: dict[str, str]) -> None:
 # ---- The samples ----
 
 
+@pytest.mark.parametrize("pairing", ["neighbors", "halves"])
+@pytest.mark.parametrize("operator", ["transformer_block", "transformer_lm"])
+def test_what_is_sampled_is_the_operator(operator: str, pairing: str) -> None:
+    """Where the noise is of float64's size the bound is too: a slip in the noisy equations would make it wide."""
+    conventions = {"rope_pairing": pairing, "norm_and_rope_tables": "float64"}
+    for args in draws(operator, "float64", 2):
+        exact, error = bounded(operator, tuple(map(as_arrays, args)), "float64", conventions)
+        assert error.max() < 1e-9 * (1 + np.abs(exact).max())
+
+
 def test_the_same_arguments_have_the_same_bound_whatever_was_bounded_before() -> None:
     cases = {operator: tuple(map(as_arrays, next(draws(operator, "bfloat16")))) for operator in OPERATORS[-2:]}
     before = {operator: bounded(operator, args, "bfloat16")[1] for operator, args in cases.items()}
@@ -671,6 +685,12 @@ def test_nobodys_random_numbers_change() -> None:
     bounded("transformer_lm", tuple(map(as_arrays, next(draws("transformer_lm", "float32")))), "float32")
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (repr(np.random.get_state()), random.getstate()) == before[1:]
+
+
+def test_no_two_steps_make_the_same_errors() -> None:
+    noise = bounds._Noise(bounds._arithmetic("float32", ()))
+    first, second = noise.spread(np.zeros((1, 100)), 1.0), noise.spread(np.zeros((1, 100)), 1.0)
+    assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.1
 
 
 def test_samples_differ_even_when_one_step_needs_the_whole_pool_more_than_once() -> None:

@@ -23,9 +23,7 @@ INTERFACE = {
         f"d_model num_heads max_seq_len theta {PROJECTIONS} in_features token_positions"
     ),
     "run_transformer_block": "d_model num_heads d_ff max_seq_len theta weights in_features",
-    "run_transformer_lm": (
-        "vocab_size context_length d_model num_layers num_heads d_ff rope_theta weights in_indices"
-    ),
+    "run_transformer_lm": ("vocab_size context_length d_model num_layers num_heads d_ff rope_theta weights in_indices"),
 }
 OPTIONAL = {
     "run_scaled_dot_product_attention": ["mask"],

@@ -43,8 +43,9 @@ def model_weights(layers: int, d_model: int = 12, vocab: int = 11, dtype: torch.
     return weights | {"ln_final.weight": torch.ones(d_model, dtype=dtype), "lm_head.weight": head}
 
 
-def square_weights(d_model: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return [randn(d_model, d_model, seed=seed, scale=d_model**-0.5, dtype=dtype) for seed in range(10, 14)]
+def square_weights(d_model: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    w_q, w_k, w_v, w_o = (randn(d_model, d_model, seed=i, scale=d_model**-0.5, dtype=dtype) for i in range(10, 14))
+    return w_q, w_k, w_v, w_o
 
 
 def calls(operator: str, dtype: torch.dtype) -> Iterator[tuple]:
@@ -145,6 +146,19 @@ def test_a_query_that_sees_no_key_gets_zeros_and_finite_gradients_and_harms_no_n
     assert torch.equal(both[0][0][[1, 3]], torch.zeros(2, 3))
 
 
+def test_a_query_that_sees_no_key_makes_no_nan_on_the_way():
+    q = randn(2, 3).requires_grad_()
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        functional.scaled_dot_product_attention(q, q, q, torch.tensor([[True, False], [False, False]])).sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_masked_key_stays_unseen_where_visible_scores_are_far_below_zero(dtype):
+    query, keys = torch.tensor([[1e5]], dtype=dtype), torch.tensor([[-1.0], [0.0]], dtype=dtype)
+    got = functional.scaled_dot_product_attention(query, keys, torch.eye(2, dtype=dtype), torch.tensor([[True, False]]))
+    assert got.tolist() == [[1.0, 0.0]]
+
+
 def test_attention_without_keys_gives_zeros():
     got = functional.scaled_dot_product_attention(randn(2, 3), randn(0, 3), randn(0, 4))
     assert torch.equal(got, torch.zeros(2, 4))
@@ -155,7 +169,7 @@ def test_attention_agrees_with_torch_and_its_gradients_with_finite_differences()
     mask = randn(3, 5, seed=9) < 0.5
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
     torch.testing.assert_close(functional.scaled_dot_product_attention(q, k, v, mask), expected)
-    assert torch.autograd.gradcheck(lambda *t: functional.scaled_dot_product_attention(*t, mask), (q, k, v))
+    assert torch.autograd.gradcheck(functional.scaled_dot_product_attention, (q, k, v, mask))
 
 
 # ---- building blocks
@@ -202,7 +216,9 @@ def test_rope_refuses_an_odd_head_size_and_says_why():
 
 @pytest.mark.parametrize("position", [8, -1])
 def test_rope_refuses_a_position_outside_and_names_it(position):
-    with pytest.raises(IndexError, match=rf"position {position} is outside 0\.\.7; correct it or enlarge max_seq_len 8"):
+    with pytest.raises(
+        IndexError, match=rf"position {position} is outside 0\.\.7; correct it or enlarge max_seq_len 8"
+    ):
         functional.rope(torch.ones(2, 4), torch.tensor([0, position]), THETA, 8)
 
 

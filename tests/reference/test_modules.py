@@ -1,4 +1,4 @@
-"""The modules: how parameters start, under which keys they are saved, and that they compute the functions' equations."""
+"""The modules: how parameters start, under which keys they are saved, and that they compute the same equations."""
 
 import copy
 import pickle
@@ -30,10 +30,8 @@ SIZES: dict[str, Any] = {
     "d_ff": 20,
     "rope_theta": THETA,
 }
-BLOCK_KEYS = """
-    attn.q_proj.weight attn.k_proj.weight attn.v_proj.weight attn.output_proj.weight ln1.weight ln2.weight
-    ffn.w1.weight ffn.w2.weight ffn.w3.weight
-""".split()
+PROJECTIONS = ["attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight", "attn.output_proj.weight"]
+BLOCK_KEYS = [*PROJECTIONS, "ln1.weight", "ln2.weight", "ffn.w1.weight", "ffn.w2.weight", "ffn.w3.weight"]
 SHAPES = {
     "token_embeddings.weight": (11, 12),
     "ln_final.weight": (12,),
@@ -159,7 +157,7 @@ def test_each_layer_is_the_function_of_its_name():
     assert torch.equal(Embedding(11, 12)(IDS).isfinite(), torch.ones(2, 5, 12, dtype=torch.bool))
     assert torch.equal(RotaryPositionalEmbedding(THETA, 12, 8)(x, positions), functional.rope(x, positions, THETA, 8))
     plain, turned = MultiHeadSelfAttention(12, 3), MultiHeadSelfAttention(12, 3, THETA, 8)
-    weights = [getattr(plain, f"{name}_proj").weight for name in ("q", "k", "v", "output")]
+    weights = plain.q_proj.weight, plain.k_proj.weight, plain.v_proj.weight, plain.output_proj.weight
     turned.load_state_dict(plain.state_dict())
     assert torch.equal(plain(x), functional.multihead_self_attention(x, *weights, 3))
     for given in (None, positions, positions[0]):
@@ -182,7 +180,8 @@ def test_forward_makes_no_module_and_no_table(monkeypatch):
 
 
 def test_a_model_of_zero_layers_works():
-    assert TransformerLM(**SIZES | {"num_layers": 0})(IDS).shape == (2, 5, 11)
+    sizes: dict[str, Any] = SIZES | {"num_layers": 0}
+    assert TransformerLM(**sizes)(IDS).shape == (2, 5, 11)
 
 
 # ---- RoPE's table
@@ -218,7 +217,7 @@ def test_a_model_made_on_meta_works_once_emptied_onto_a_device_and_loaded():
 # ---- refusals
 
 
-@pytest.mark.parametrize("make", [MultiHeadSelfAttention, lambda *args: TransformerBlock(*args, 20, 8, THETA)])
+@pytest.mark.parametrize("make", [MultiHeadSelfAttention, lambda d, heads: TransformerBlock(d, heads, 20, 8, THETA)])
 def test_heads_that_do_not_divide_the_model_are_refused_at_construction(make):
     with pytest.raises(ValueError, match="num_heads must divide d_model 12, got 5; choose one of its divisors"):
         make(12, 5)

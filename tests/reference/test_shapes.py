@@ -74,7 +74,9 @@ def test_an_integer_is_a_float_argument():
 @pytest.mark.parametrize("leading", [(), (1,), (2,), (1, 2), (3, 1), (3, 2)])
 def test_a_mask_broadcasts_over_leading_axes(leading):
     query = ones(3, 2, 4, 5)
-    assert functional.scaled_dot_product_attention(query, query, query, ones(*leading, 4, 4).bool()).shape == query.shape
+    assert (
+        functional.scaled_dot_product_attention(query, query, query, ones(*leading, 4, 4).bool()).shape == query.shape
+    )
 
 
 @pytest.mark.parametrize(("leading", "shown"), [((2,), "(2,)"), ((5, 3), "(5, 3)")])

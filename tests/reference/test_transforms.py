@@ -1,7 +1,5 @@
 """What PyTorch does to functions and modules works on the reference: compile, vmap, grad, fake tensors, export."""
 
-import shutil
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +14,7 @@ POSITIONS = torch.tensor([[0, 1, 2, 3, 4], [7, 0, 0, 2, 1]])
 
 
 def make_model() -> TransformerLM:
-    return TransformerLM(11, 8, 12, 2, 3, 20, 1e4)
+    return TransformerLM(11, 8, 12, 1, 3, 20, 1e4)
 
 
 @pytest.fixture
@@ -42,9 +40,8 @@ def _no_compiled_code_is_left():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_the_language_model_compiles_as_one_graph_with_equal_results(model, backend):
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+def test_the_language_model_compiles_as_one_graph_with_equal_results(model):
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(IDS), model(IDS))
     gradients = []
     for call in (compiled, model):
@@ -54,24 +51,21 @@ def test_the_language_model_compiles_as_one_graph_with_equal_results(model, back
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_attention_compiles_with_the_default_backend(x):
-    mask = functional.causal_mask(5)
-    compiled = torch.compile(functional.scaled_dot_product_attention, fullgraph=True)
-    torch.testing.assert_close(compiled(x, x, x, mask), functional.scaled_dot_product_attention(x, x, x, mask))
-
-
-def test_the_functions_compile_as_one_graph(model):
-    compiled = torch.compile(functional.transformer_lm, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(IDS, model.state_dict(), 3, 1e4, 8), model(IDS))
-
-
 def test_attention_at_given_positions_compiles_as_one_graph(attention, x):
     compiled = torch.compile(attention, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x, POSITIONS), attention(x, POSITIONS))
 
 
-def test_a_longer_sequence_than_the_context_is_refused_while_compiling_too(model):
+def test_what_a_graph_break_leaves_uncompiled_is_still_checked():
+    def broken(x: Tensor, weight: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return functional.linear(x, weight)
+
+    compiled, x = torch.compile(broken, backend="eager"), torch.ones(2, 3)
+    assert torch.equal(compiled(x, torch.ones(4, 3)), torch.full((2, 4), 3.0))
+
+
+def test_a_refusal_is_not_hidden_by_a_graph_break(model):
     compiled = torch.compile(model, backend="eager")
     with pytest.raises(ValueError, match="a sequence of 9 tokens exceeds context_length 8"):
         compiled(torch.zeros(1, 9).long())

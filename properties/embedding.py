@@ -1,0 +1,76 @@
+"""y = W[id], with W (vocab, d_model): one row looked up for each id."""
+
+import torch
+
+from spec_lm.conformance.clause import clause, given
+from spec_lm.conformance.strategies import GENERAL, LAYOUTS, NONZERO, NotJudged, one_of, tensors, token_ids
+from spec_lm.conformance.tolerance import bit_equal, refuses
+
+SOURCE = "adapter interface: Building blocks, embedding"
+
+_IDS = {"ids": token_ids()}
+_W = {"weight": tensors("vocab d_model", (*NONZERO, "large integers"))}
+
+
+@clause("embedding", given(**_IDS, **_W), catches="a table in another dtype, ids off by one", source=SOURCE)
+def rows_are_copied_exactly(embedding, ids, weight):
+    """Each id gives its row of the weight, bit for bit, repeated ids too."""
+    bit_equal(embedding(ids, weight), weight[ids])
+
+
+@clause("embedding", given(**_IDS, **_W), catches="a factor sqrt(d_model)", source=SOURCE)
+def scaled_by_nothing(embedding, ids, weight):
+    """Rows are scaled by nothing, whatever vocab and d_model: a weight of ones gives ones."""
+    bit_equal(embedding(ids, torch.ones_like(weight)), 1.0)
+
+
+@clause("embedding", given(**_IDS, **_W), catches="id 0 taken for padding", source=SOURCE)
+def id_zero_is_not_special(embedding, ids, weight):
+    """Id 0 gives the first row, like any other id its own."""
+    bit_equal(embedding(torch.zeros_like(ids), weight), weight[0])
+
+
+@clause("embedding", given(**_IDS, **_W), catches="an id that is special or shifted", source=SOURCE)
+def renumbering_the_vocabulary_changes_nothing(embedding, ids, weight):
+    """Reordering the rows of the weight and renumbering the ids alike changes nothing."""
+    renumbered = weight.shape[0] - 1 - ids
+    bit_equal(embedding(renumbered, weight.flip(0)), embedding(ids, weight))
+
+
+@clause(
+    "embedding",
+    given(**_IDS, **_W, beyond=one_of(0, 1, 5, 90), at=one_of(0, 1, 2, 3)),
+    catches="ids clamped, wrapped around, or given zeros",
+    source="adapter interface, ids",
+)
+def ids_outside_are_refused(embedding, ids, weight, beyond, at):
+    """An id of vocab or more is refused, wherever it stands among ids inside."""
+    if embedding.device != "cpu":
+        raise NotJudged("judged on the CPU only: elsewhere an id outside can end the process instead of raising")
+    vocab = weight.shape[0]
+    ids.view(-1)[at % ids.numel()] = vocab + beyond
+    refuses(lambda: embedding(ids, weight), what=f"id {vocab + beyond} with a vocabulary of {vocab}")
+
+
+@clause(
+    "embedding",
+    given(**_IDS, **_W),
+    level="should",
+    catches="the ids' memory is read as int64",
+    source="practice: tokenizers and data files give int32 ids",
+)
+def int32_ids(embedding, ids, weight):
+    """Ids may be int32 as well as int64."""
+    bit_equal(embedding(ids.int(), weight), weight[ids])
+
+
+@clause(
+    "embedding",
+    given(**_IDS, weight=tensors("vocab d_model", GENERAL, LAYOUTS)),
+    level="should",
+    catches="strides are ignored: memory is walked as if it were contiguous",
+    source="practice: a weight tied to a transposed head is a view",
+)
+def any_memory_layout(embedding, ids, weight):
+    """The result depends on the values of the weight, not on how it lies in memory."""
+    bit_equal(embedding(ids, weight), weight[ids])

@@ -1,0 +1,81 @@
+"""y = W x, with W (d_out, d_in) and no bias."""
+
+import torch
+
+from spec_lm.conformance.clause import clause, given
+from spec_lm.conformance.strategies import GENERAL, LAYOUTS, WEIGHTS, tensors
+from spec_lm.conformance.tolerance import bit_equal, close
+
+SOURCE = "adapter interface: Building blocks, linear"
+
+_X = {"x": tensors("*batch d_in", GENERAL)}
+_W = {"weight": tensors("d_out d_in", WEIGHTS)}
+_GRID = ("quarters", "zeros")
+
+
+@clause("linear", given(**_W), catches="a square weight used transposed; a scale", source=SOURCE)
+def basis_vectors_give_columns(linear, weight):
+    """The i-th basis vector gives the i-th column of W, exactly; where W is square too, it is not the i-th row."""
+    basis = torch.eye(weight.shape[1], dtype=weight.dtype)
+    bit_equal(linear(basis, weight), weight.T)
+
+
+@clause("linear", given(**_X), catches="a scale, a bias, an activation", source=SOURCE)
+def identity_weight_returns_the_input(linear, x):
+    """W = I returns the input, exactly."""
+    bit_equal(linear(x, torch.eye(x.shape[-1], dtype=x.dtype)), x)
+
+
+@clause("linear", given(**_X, **_W), catches="a bias", source=SOURCE)
+def no_bias(linear, x, weight):
+    """There is no bias: a zero vector gives exactly 0."""
+    first = (0,) * (x.ndim - 1)
+    x[first] = 0
+    bit_equal(linear(x, weight)[first], 0.0)
+
+
+@clause(
+    "linear",
+    given(x=tensors("*batch d_in", _GRID), other=tensors("*batch d_in", ("quarters",)), **_W),
+    catches="a bias, an activation, a scale taken from the input",
+    source=SOURCE,
+)
+def additive(linear, x, other, weight):
+    """The outputs of two inputs add up to the output of their sum: W x + W x' = W (x + x')."""
+    close(linear(x, weight) + linear(other, weight), linear(x + other, weight))
+
+
+@clause(
+    "linear",
+    given(x=tensors("*batch d_in", _GRID), weight=tensors("d_out d_in", ("quarters",))),
+    dtypes=("float32", "float64"),
+    catches="products or sums in a shorter dtype",
+    source=SOURCE,
+)
+def exact_where_nothing_rounds(linear, x, weight):
+    """On multiples of 1/4 up to 2 no product and no sum rounds, so that the output is exact."""
+    bit_equal(linear(x, weight), x.double() @ weight.double().T)
+
+
+@clause(
+    "linear",
+    given(**_X, **_W, other=tensors("d_out d_in", WEIGHTS)),
+    catches="a scale or a norm taken from the whole weight",
+    source=SOURCE,
+)
+def each_row_of_the_weight_gives_one_output(linear, x, weight, other):
+    """Changing the first row of W leaves the other outputs bit for bit as they were."""
+    changed = torch.cat([other[:1], weight[1:]])
+    bit_equal(linear(x, changed)[..., 1:], linear(x, weight)[..., 1:])
+
+
+@clause(
+    "linear",
+    given(x=tensors("*batch d_in", GENERAL, LAYOUTS), weight=tensors("d_out d_in", WEIGHTS, LAYOUTS)),
+    level="should",
+    catches="strides are ignored: a transposed weight is read as if it were contiguous",
+    source="practice: a weight stored as (d_in, d_out) arrives as a transposed view",
+)
+def any_memory_layout(linear, x, weight):
+    """The result depends on the values of x and W, not on how they lie in memory."""
+    close(linear(x, weight), linear.exact(x, weight))

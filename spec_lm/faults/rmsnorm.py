@@ -1,0 +1,340 @@
+"""Faults of rmsnorm: eps, the mean, the axis, the gain, the width of its arithmetic, and what a call leaves behind."""
+
+import torch
+
+from spec_lm.faults import fault
+from spec_lm.reference import functional
+
+RMSNORM = "rmsnorm"
+
+
+def _mean_square(x, dim=-1):
+    return x.square().mean(dim, keepdim=True)
+
+
+# ------------------------------------------------------------------------------------------------------------------ eps
+
+
+@fault(
+    RMSNORM,
+    does="eps is added to the root mean square, outside the root",
+    detected_by=("eps_is_inside_the_root", "unit_rms", "agrees_with_the_oracle"),
+    mistake="At a root mean square near 1 the two agree to seven digits.",
+    report="allenai/OLMo#281",
+)
+def eps_outside_the_root(x, gain, eps):
+    return x / (_mean_square(x).sqrt() + eps) * gain
+
+
+@fault(
+    RMSNORM,
+    does="a tenth of eps is used",
+    detected_by=("eps_is_inside_the_root", "unit_rms", "agrees_with_the_oracle"),
+    mistake="1e-6 where the other default is 1e-5.",
+)
+def tenth_of_eps(x, gain, eps):
+    return functional.rmsnorm(x, gain, eps / 10)
+
+
+@fault(
+    RMSNORM,
+    does="eps is added to the sum of the squares, before it is divided by their number",
+    detected_by=("eps_is_inside_the_root", "agrees_with_the_oracle"),
+)
+def eps_in_the_sum(x, gain, eps):
+    return functional.rmsnorm(x, gain, eps / x.shape[-1])
+
+
+@fault(
+    RMSNORM,
+    does="eps is a floor under the mean of the squares instead of a term",
+    detected_by=("eps_is_inside_the_root", "unit_rms"),
+    mistake="A clamp prevents 0 / 0 just as well.",
+)
+def eps_as_a_floor(x, gain, eps):
+    return x / _mean_square(x).clamp(min=eps).sqrt() * gain
+
+
+@fault(
+    RMSNORM,
+    does="the argument eps is ignored: it is always 1e-5",
+    detected_by=("scaling_input_and_eps_together_changes_nothing", "eps_is_inside_the_root"),
+    mistake="The default of the class was never overwritten.",
+)
+def eps_ignored(x, gain, eps):
+    return functional.rmsnorm(x, gain, 1e-5)
+
+
+@fault(
+    RMSNORM,
+    does="there is no eps",
+    detected_by=("zero_row_gives_zero", "eps_is_inside_the_root"),
+    mistake="Needless, until a row is all 0.",
+)
+def no_eps(x, gain, eps):
+    return x / _mean_square(x).sqrt() * gain
+
+
+# ----------------------------------------------------------------------------------------------------- mean, root, sign
+
+
+@fault(
+    RMSNORM,
+    does="the mean is subtracted first",
+    detected_by=("no_mean_is_subtracted", "agrees_with_the_oracle"),
+    mistake="That is layer normalization.",
+)
+def mean_subtracted(x, gain, eps):
+    return functional.rmsnorm(x - x.mean(-1, keepdim=True), gain, eps)
+
+
+@fault(
+    RMSNORM,
+    does="divided by the standard deviation, while the mean stays in",
+    detected_by=("no_mean_is_subtracted", "unit_rms"),
+    mistake="var() is not the mean of the squares.",
+)
+def variance_instead(x, gain, eps):
+    return x / (x.var(-1, keepdim=True, unbiased=False) + eps).sqrt() * gain
+
+
+@fault(
+    RMSNORM,
+    does="divided by the root of the sum of the squares",
+    detected_by=("unit_rms", "no_mean_is_subtracted"),
+    mistake="The norm of the row lacks the factor 1 / sqrt(d_model).",
+)
+def sum_instead_of_mean(x, gain, eps):
+    return x / (x.square().sum(-1, keepdim=True) + eps).sqrt() * gain
+
+
+@fault(
+    RMSNORM,
+    does="the inverse root is good to three digits",
+    detected_by=("unit_rms", "agrees_with_the_oracle"),
+    mistake="One Newton step after a bit trick, where an approximate instruction would need one too.",
+)
+def rough_inverse_root(x, gain, eps):
+    mean_square = (_mean_square(x) + eps).float()
+    guess = (0x5F3759DF - (mean_square.view(torch.int32) >> 1)).view(torch.float32)
+    return x * (guess * (1.5 - 0.5 * mean_square * guess.square())).to(x.dtype) * gain
+
+
+@fault(
+    RMSNORM,
+    does="magnitudes are normalized, signs are lost",
+    detected_by=("signs_are_kept", "agrees_with_the_oracle"),
+)
+def signs_lost(x, gain, eps):
+    return functional.rmsnorm(x.abs(), gain, eps)
+
+
+# ------------------------------------------------------------------------------------------------------------- the axis
+
+
+@fault(
+    RMSNORM,
+    does="the mean is over every axis but the first: sequence and d_model alike",
+    detected_by=("rows_do_not_see_each_other", "takes_any_number_of_leading_axes"),
+    mistake="For (batch, d_model), which the tests draw, it is the same.",
+    report="bkitano/llama-from-scratch#4",
+)
+def over_sequence_and_features(x, gain, eps):
+    axes = tuple(range(1, x.ndim)) or (-1,)
+    return x / (_mean_square(x, axes) + eps).sqrt() * gain
+
+
+@fault(
+    RMSNORM,
+    does="the mean is over the axis before the last",
+    detected_by=("rows_do_not_see_each_other", "unit_rms", "rows_of_a_batch_are_independent"),
+    mistake="It broadcasts whatever the sizes.",
+)
+def over_the_axis_before(x, gain, eps):
+    return x / (_mean_square(x, -2 if x.ndim > 1 else -1) + eps).sqrt() * gain
+
+
+@fault(
+    RMSNORM,
+    does="one mean for the whole tensor",
+    detected_by=("rows_do_not_see_each_other", "rows_of_a_batch_are_independent", "unit_rms"),
+    mistake="mean() without an axis.",
+)
+def one_mean_for_all(x, gain, eps):
+    return x / (x.square().mean() + eps).sqrt() * gain
+
+
+@fault(
+    RMSNORM,
+    does="several leading axes come back as one",
+    detected_by=("takes_any_number_of_leading_axes",),
+    mistake="Flattened for a kernel, never unflattened.",
+)
+def leading_axes_flattened(x, gain, eps):
+    return functional.rmsnorm(x, gain, eps).flatten(0, max(x.ndim - 2, 0))
+
+
+# ------------------------------------------------------------------------------------------------------------- the gain
+
+
+@fault(
+    RMSNORM,
+    does="the factor is 1 + gain",
+    detected_by=("zero_gain_gives_zero", "linear_in_the_gain", "agrees_with_the_oracle"),
+    mistake="Right for weights stored as offsets from 1, as some model families do.",
+    report="linkedin/Liger-Kernel#74",
+)
+def one_plus_gain(x, gain, eps):
+    return functional.rmsnorm(x, 1 + gain, eps)
+
+
+@fault(
+    RMSNORM,
+    does="the gain is applied before the root mean square is taken",
+    detected_by=("linear_in_the_gain", "agrees_with_the_oracle"),
+)
+def gain_before_the_root(x, gain, eps):
+    return functional.rmsnorm(x * gain, torch.ones_like(gain), eps)
+
+
+@fault(
+    RMSNORM,
+    does="the gain is left out",
+    detected_by=("zero_gain_gives_zero", "linear_in_the_gain"),
+    mistake="It is all 1 at initialization.",
+)
+def gain_left_out(x, gain, eps):
+    return functional.rmsnorm(x, torch.ones_like(gain), eps)
+
+
+@fault(
+    RMSNORM,
+    does="the factor is gain (1 + gain)",
+    detected_by=("linear_in_the_gain",),
+    mistake="The offset was added at loading, and once more in the kernel.",
+    report="utensils/mold#1078",
+)
+def gain_applied_twice(x, gain, eps):
+    return functional.rmsnorm(x, gain * (1 + gain), eps)
+
+
+# ------------------------------------------------------------------------------------------------------------ precision
+
+
+@fault(
+    RMSNORM,
+    does="squares are taken in the dtype of the input: in float16 they are inf from 256 on",
+    detected_by=("large_half_inputs_are_normalized",),
+    mistake="No test used float16, or none used activations of that size.",
+    report="pytorch/pytorch#133085",
+)
+def squares_in_half_precision(x, gain, eps):
+    return x / (_mean_square(x) + eps).sqrt() * gain
+
+
+@fault(
+    RMSNORM,
+    does="computed in float16 inside",
+    detected_by=("large_inputs_are_normalized", "agrees_with_the_oracle"),
+)
+def float16_inside(x, gain, eps):
+    return functional.rmsnorm(x.half(), gain.half(), eps).to(x.dtype)
+
+
+@fault(RMSNORM, does="computed in bfloat16 inside", detected_by=("agrees_with_the_oracle", "unit_rms"))
+def bfloat16_inside(x, gain, eps):
+    return functional.rmsnorm(x.bfloat16(), gain.bfloat16(), eps).to(x.dtype)
+
+
+@fault(
+    RMSNORM,
+    does="inputs are rounded to 1024 steps of the largest one in the tensor",
+    detected_by=("rows_do_not_see_each_other", "rows_of_a_batch_are_independent", "agrees_with_the_oracle"),
+    mistake="A scale for the whole tensor, as in 8-bit inference.",
+)
+def quantized_by_the_largest_entry(x, gain, eps):
+    step = x.abs().max().clamp(min=1e-30) / 1024
+    return functional.rmsnorm((x / step).round() * step, gain, eps)
+
+
+@fault(
+    RMSNORM,
+    does="inputs are clamped to -8..8",
+    detected_by=("scaling_input_and_eps_together_changes_nothing", "agrees_with_the_oracle"),
+    mistake="A guard against overflow that float32 does not need.",
+)
+def inputs_clamped(x, gain, eps):
+    return functional.rmsnorm(x.clamp(-8, 8), gain, eps)
+
+
+@fault(
+    RMSNORM,
+    does="the result stays in float64",
+    detected_by=("keeps_its_signature",),
+    mistake="Widened for accuracy, never narrowed again.",
+)
+def float64_returned(x, gain, eps):
+    return functional.rmsnorm(x.double(), gain.double(), eps)
+
+
+# --------------------------------------------------------------------------------------- memory, and what a call leaves
+
+
+@fault(
+    RMSNORM,
+    does="the input is multiplied in place, in float32 only",
+    detected_by=("does_not_change_its_arguments",),
+    mistake="x.float() is a copy in half precision, and x itself in float32.",
+    report="GeeeekExplorer/nano-vllm#170",
+)
+def multiplied_in_place(x, gain, eps):
+    wide = x.float()
+    return wide.mul_((_mean_square(wide) + eps).rsqrt()).to(x.dtype) * gain
+
+
+@fault(
+    RMSNORM,
+    does="memory is walked as if x were contiguous",
+    detected_by=("any_memory_layout",),
+    mistake="A kernel that takes the address and the sizes, and forgets the strides.",
+    report="torch-spyre/torch-spyre#1781",
+)
+def strides_ignored(x, gain, eps):
+    return functional.rmsnorm(x.as_strided(x.shape, x.new_empty(x.shape).stride()), gain, eps)
+
+
+_EPS: dict[int, float] = {}
+
+
+@fault(
+    RMSNORM,
+    does="the eps of the first call with a d_model serves all later ones",
+    detected_by=("has_no_memory",),
+    mistake="Kernels, or modules, are kept by their size, and eps is not part of the key.",
+)
+def eps_kept_by_size(x, gain, eps):
+    return functional.rmsnorm(x, gain, _EPS.setdefault(gain.shape[0], eps))
+
+
+_GAINS: dict[int, torch.Tensor] = {}
+
+
+@fault(
+    RMSNORM,
+    does="the gain of the first call with a d_model serves all later ones",
+    detected_by=("has_no_memory", "agrees_with_the_oracle"),
+    mistake="A module is built once for each size, and its weight never loaded again.",
+)
+def gain_kept_by_size(x, gain, eps):
+    return functional.rmsnorm(x, _GAINS.setdefault(gain.shape[0], gain.clone()), eps)
+
+
+@fault(
+    RMSNORM,
+    does="the mean of the squares is blended with that of the batch",
+    detected_by=("rows_of_a_batch_are_independent", "rows_do_not_see_each_other"),
+    mistake="Statistics of the batch belong to batch normalization.",
+)
+def batch_statistics(x, gain, eps):
+    mean_square = _mean_square(x)
+    return x / (0.9 * mean_square + 0.1 * mean_square.mean() + eps).sqrt() * gain

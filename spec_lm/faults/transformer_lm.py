@@ -1,0 +1,487 @@
+"""Faults of the Transformer language model: the head, the final norm, the layers, the context, what a call leaves."""
+
+from math import sqrt
+
+import torch
+
+from spec_lm.faults import fault, transformer_block
+from spec_lm.reference import functional
+from spec_lm.reference.functional import BLOCK_EPS, embedding, linear, rmsnorm
+
+LM = "transformer_lm"
+ORACLE = "agrees_with_the_oracle"
+EMBEDDING, FINAL_GAIN, HEAD = "token_embeddings.weight", "ln_final.weight", "lm_head.weight"
+
+
+def held_by(layer, weights):
+    """The weights of one layer, by the block's keys."""
+    prefix = f"layers.{layer}."
+    return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+
+
+def numbers(weights):
+    """The numbers of the layers, in order."""
+    return sorted({int(name.split(".")[1]) for name in weights if name.startswith("layers.")})
+
+
+def streamed(token_ids, weights, num_heads, theta, context_length, *, layers=None, block=functional.transformer_block):
+    """The stream behind the last layer; a fault gives other layers, or another block."""
+    x = embedding(token_ids, weights[EMBEDDING])
+    for layer in numbers(weights) if layers is None else layers:
+        x = block(x, held_by(layer, weights), num_heads, theta, context_length)
+    return x
+
+
+def scored(x, weights):
+    """The logits of a stream."""
+    return linear(rmsnorm(x, weights[FINAL_GAIN], BLOCK_EPS), weights[HEAD])
+
+
+# ------------------------------------------------------------------------------------------------------------- the head
+
+
+@fault(
+    LM,
+    does="a softmax at the end: probabilities for logits",
+    detected_by=("unnormalized_logits", "final_norm_before_the_head", ORACLE),
+    mistake="The model is drawn with a softmax at its end.",
+)
+def softmax_at_the_end(token_ids, weights, num_heads, theta, context_length):
+    return functional.softmax(functional.transformer_lm(token_ids, weights, num_heads, theta, context_length), -1)
+
+
+@fault(
+    LM,
+    does="a log-softmax at the end",
+    detected_by=("unnormalized_logits", "final_norm_before_the_head"),
+    mistake="The loss is the same, so training looks right.",
+)
+def log_softmax_at_the_end(token_ids, weights, num_heads, theta, context_length):
+    logits = functional.transformer_lm(token_ids, weights, num_heads, theta, context_length)
+    return logits.log_softmax(-1)
+
+
+@fault(
+    LM,
+    does="the mean of each row of logits is subtracted",
+    detected_by="unnormalized_logits",
+    mistake="The softmax does not see it.",
+)
+def logits_centered(token_ids, weights, num_heads, theta, context_length):
+    logits = functional.transformer_lm(token_ids, weights, num_heads, theta, context_length)
+    return logits - logits.mean(-1, keepdim=True)
+
+
+@fault(
+    LM,
+    does="logits are capped: 30 tanh(logits / 30)",
+    detected_by=("unnormalized_logits", "final_norm_before_the_head"),
+    mistake="Another model's soft cap; small logits hardly show it.",
+)
+def logits_capped(token_ids, weights, num_heads, theta, context_length):
+    return 30 * (functional.transformer_lm(token_ids, weights, num_heads, theta, context_length) / 30).tanh()
+
+
+@fault(
+    LM,
+    does="the embedding serves as the head",
+    detected_by=("head_is_not_tied_to_the_embedding", "unnormalized_logits", "final_norm_before_the_head"),
+    mistake="Tied by a default of the configuration, whatever the weights say.",
+    report="huggingface/transformers#42612",
+)
+def head_tied(token_ids, weights, num_heads, theta, context_length):
+    tied = {**weights, HEAD: weights[EMBEDDING]}
+    return functional.transformer_lm(token_ids, tied, num_heads, theta, context_length)
+
+
+@fault(
+    LM,
+    does="the head overwrites the embedding",
+    detected_by=("head_is_not_tied_to_the_embedding", "final_norm_before_the_head"),
+    mistake="Two names for one parameter: whichever is loaded last wins.",
+    report="facebookresearch/lingua#74",
+)
+def embedding_tied(token_ids, weights, num_heads, theta, context_length):
+    tied = {**weights, EMBEDDING: weights[HEAD]}
+    return functional.transformer_lm(token_ids, tied, num_heads, theta, context_length)
+
+
+@fault(
+    LM,
+    does="logits come one position late: those of the token before",
+    detected_by=("final_norm_before_the_head", ORACLE),
+    mistake="The shift that the loss needs is made in the model too.",
+    report="huggingface/transformers#37830",
+)
+def logits_shifted(token_ids, weights, num_heads, theta, context_length):
+    return functional.transformer_lm(token_ids, weights, num_heads, theta, context_length).roll(1, -2)
+
+
+# ------------------------------------------------------------------------------------------------------- the final norm
+
+
+@fault(
+    LM,
+    does="the final norm is missing",
+    detected_by=("final_norm_before_the_head", "zero_layers", ORACLE),
+    report="NVIDIA-NeMo/Speech#2197",
+)
+def no_final_norm(token_ids, weights, num_heads, theta, context_length):
+    return linear(streamed(token_ids, weights, num_heads, theta, context_length), weights[HEAD])
+
+
+@fault(
+    LM,
+    does="the final norm comes after the head",
+    detected_by=("final_norm_before_the_head", "unnormalized_logits", ORACLE),
+)
+def norm_after_the_head(token_ids, weights, num_heads, theta, context_length):
+    x = streamed(token_ids, weights, num_heads, theta, context_length) * weights[FINAL_GAIN]
+    logits = linear(x, weights[HEAD])
+    return rmsnorm(logits, torch.ones_like(logits[(0,) * (logits.ndim - 1)]), BLOCK_EPS)
+
+
+@fault(
+    LM,
+    does="the final norm has no gain",
+    detected_by=("final_norm_before_the_head", ORACLE),
+    mistake="A gain of 1, as initialized, hides it.",
+)
+def final_norm_without_gain(token_ids, weights, num_heads, theta, context_length):
+    plain = {**weights, FINAL_GAIN: torch.ones_like(weights[FINAL_GAIN])}
+    return functional.transformer_lm(token_ids, plain, num_heads, theta, context_length)
+
+
+@fault(LM, does="the eps of the final norm is 1e-6", detected_by="eps_is_1e_5")
+def final_eps_1e_6(token_ids, weights, num_heads, theta, context_length):
+    x = streamed(token_ids, weights, num_heads, theta, context_length)
+    return linear(rmsnorm(x, weights[FINAL_GAIN], 1e-6), weights[HEAD])
+
+
+@fault(
+    LM,
+    does="the embedding is scaled by sqrt(d_model)",
+    detected_by=("eps_is_1e_5", ORACLE),
+    mistake="The first Transformer does so; norms hide it but for eps and for what the layers add.",
+)
+def embedding_scaled(token_ids, weights, num_heads, theta, context_length):
+    scaled = {**weights, EMBEDDING: weights[EMBEDDING] * sqrt(weights[EMBEDDING].shape[1])}
+    return functional.transformer_lm(token_ids, scaled, num_heads, theta, context_length)
+
+
+@fault(
+    LM,
+    does="id 0 is padding: its embedding is zero",
+    detected_by=("vocabulary_permutation_commutes", "final_norm_before_the_head"),
+    mistake="padding_idx=0.",
+)
+def id_0_is_padding(token_ids, weights, num_heads, theta, context_length):
+    table = weights[EMBEDDING].clone()
+    table[0] = 0
+    return functional.transformer_lm(token_ids, {**weights, EMBEDDING: table}, num_heads, theta, context_length)
+
+
+# ----------------------------------------------------------------------------------------------------------- the layers
+
+
+@fault(
+    LM,
+    does="all layers use the weights of the first",
+    detected_by=("each_layer_has_its_own_weights", "layers_run_in_order", ORACLE),
+    mistake="[layer] * n repeats one layer.",
+    report="zalandoresearch/pytorch-vq-vae#2",
+)
+def first_layer_repeated(token_ids, weights, num_heads, theta, context_length):
+    layers = [0] * len(numbers(weights))
+    return scored(streamed(token_ids, weights, num_heads, theta, context_length, layers=layers), weights)
+
+
+@fault(
+    LM,
+    does="layers are sorted by name: 10 and 11 run before 2",
+    detected_by="layers_run_in_order",
+    mistake="Fewer than eleven layers hide it.",
+)
+def layers_sorted_by_name(token_ids, weights, num_heads, theta, context_length):
+    layers = sorted(numbers(weights), key=str)
+    return scored(streamed(token_ids, weights, num_heads, theta, context_length, layers=layers), weights)
+
+
+@fault(
+    LM,
+    does="layers run in reverse order",
+    detected_by=("layers_run_in_order", ORACLE),
+)
+def layers_reversed(token_ids, weights, num_heads, theta, context_length):
+    layers = numbers(weights)[::-1]
+    return scored(streamed(token_ids, weights, num_heads, theta, context_length, layers=layers), weights)
+
+
+@fault(
+    LM,
+    does="the number of a layer is one digit: 10 and 11 are read as 1",
+    detected_by="layers_run_in_order",
+    mistake='A key that starts with "layers.1" belongs to layer 1, 10 or 11.',
+)
+def one_digit_layer_numbers(token_ids, weights, num_heads, theta, context_length):
+    layers = [int(str(layer)[0]) for layer in numbers(weights)]
+    return scored(streamed(token_ids, weights, num_heads, theta, context_length, layers=layers), weights)
+
+
+@fault(
+    LM,
+    does="the last layer is skipped where there are several",
+    detected_by=("each_layer_has_its_own_weights", "layers_run_in_order", ORACLE),
+    mistake="range(1, n) for layers counted from 0.",
+)
+def last_layer_skipped(token_ids, weights, num_heads, theta, context_length):
+    layers = numbers(weights)[: max(1, len(numbers(weights)) - 1)]
+    return scored(streamed(token_ids, weights, num_heads, theta, context_length, layers=layers), weights)
+
+
+@fault(
+    LM,
+    does="the final norm runs after every layer",
+    detected_by=("a_layer_that_adds_nothing_can_be_removed", "each_layer_has_its_own_weights", ORACLE),
+    mistake="The norm stands inside the loop.",
+)
+def norm_between_layers(token_ids, weights, num_heads, theta, context_length):
+    def block(x, held, *sizes):
+        return rmsnorm(functional.transformer_block(x, held, *sizes), weights[FINAL_GAIN], BLOCK_EPS)
+
+    x = streamed(token_ids, weights, num_heads, theta, context_length, block=block)
+    return linear(x, weights[HEAD])
+
+
+@fault(
+    LM,
+    does="what layers add is divided by the square root of their number",
+    detected_by=("a_layer_that_adds_nothing_can_be_removed", "each_layer_has_its_own_weights"),
+    mistake="A rule of initialization, applied in every call.",
+)
+def additions_scaled_by_depth(token_ids, weights, num_heads, theta, context_length):
+    depth = len(numbers(weights))
+
+    def block(x, held, *sizes):
+        return x + (functional.transformer_block(x, held, *sizes) - x) / sqrt(depth)
+
+    return scored(streamed(token_ids, weights, num_heads, theta, context_length, block=block), weights)
+
+
+@fault(
+    LM,
+    does="without layers there is no final norm either",
+    detected_by="zero_layers",
+    mistake="The norm is applied when the last layer is met.",
+)
+def no_norm_without_layers(token_ids, weights, num_heads, theta, context_length):
+    if numbers(weights):
+        return functional.transformer_lm(token_ids, weights, num_heads, theta, context_length)
+    return linear(embedding(token_ids, weights[EMBEDDING]), weights[HEAD])
+
+
+@fault(
+    LM,
+    does="only the first layer is causal",
+    detected_by=("causal_independence_from_future_tokens", "prefix_gives_the_first_logits", ORACLE),
+    mistake="The mask is built once and consumed, or passed to the first layer alone.",
+)
+def only_the_first_layer_is_causal(token_ids, weights, num_heads, theta, context_length):
+    x = embedding(token_ids, weights[EMBEDDING])
+    for layer in numbers(weights):
+        block = transformer_block.no_causal_mask if layer else functional.transformer_block
+        x = block(x, held_by(layer, weights), num_heads, theta, context_length)
+    return scored(x, weights)
+
+
+@fault(
+    LM,
+    does="no causal mask in any layer",
+    detected_by=("causal_independence_from_future_tokens", "prefix_gives_the_first_logits"),
+)
+def no_causal_mask(token_ids, weights, num_heads, theta, context_length):
+    block = transformer_block.no_causal_mask
+    return scored(streamed(token_ids, weights, num_heads, theta, context_length, block=block), weights)
+
+
+@fault(LM, does="queries and keys are not rotated", detected_by=ORACLE)
+def no_rope(token_ids, weights, num_heads, theta, context_length):
+    block = transformer_block.no_rope
+    return scored(streamed(token_ids, weights, num_heads, theta, context_length, block=block), weights)
+
+
+@fault(LM, does="theta is always 10000", detected_by=ORACLE)
+def theta_ignored(token_ids, weights, num_heads, theta, context_length):
+    return functional.transformer_lm(token_ids, weights, num_heads, 10000.0, context_length)
+
+
+@fault(LM, does="blocks are post-norm", detected_by=ORACLE)
+def post_norm(token_ids, weights, num_heads, theta, context_length):
+    block = transformer_block.post_norm
+    return scored(streamed(token_ids, weights, num_heads, theta, context_length, block=block), weights)
+
+
+# ---------------------------------------------------------------------------------------------------------- the context
+
+
+@fault(
+    LM,
+    does="a sequence longer than context_length is accepted",
+    detected_by="over_long_input_is_refused",
+    mistake="Nothing depends on a table, so nothing fails.",
+    report="unslothai/unsloth#1236",
+)
+def over_long_accepted(token_ids, weights, num_heads, theta, context_length):
+    context_length = max(context_length, token_ids.shape[-1])
+    return functional.transformer_lm(token_ids, weights, num_heads, theta, context_length)
+
+
+@fault(
+    LM,
+    does="a sequence longer than context_length is cut to its last tokens",
+    detected_by="over_long_input_is_refused",
+    mistake="What generation does before it calls the model.",
+)
+def over_long_truncated(token_ids, weights, num_heads, theta, context_length):
+    token_ids = token_ids[..., -context_length:]
+    return functional.transformer_lm(token_ids, weights, num_heads, theta, context_length)
+
+
+@fault(
+    LM,
+    does="positions beyond context_length stay at its last one",
+    detected_by="over_long_input_is_refused",
+    mistake="A clamped index never fails.",
+)
+def positions_clamped(token_ids, weights, num_heads, theta, context_length):
+    def block(x, held, *sizes):
+        at = torch.arange(x.shape[-2]).clamp(max=context_length - 1)
+        whole = transformer_block.parts(held, *sizes)
+        return transformer_block.assembled(x, whole._replace(attend=_at(whole.attend, at)))
+
+    return scored(streamed(token_ids, weights, num_heads, theta, context_length, block=block), weights)
+
+
+def _at(attend, positions):
+    return lambda x: attend(x, positions=positions)
+
+
+@fault(
+    LM,
+    does="only sequences of exactly context_length tokens are accepted",
+    detected_by="context_length_is_only_a_limit",
+    mistake="Masks and tables are made for one length.",
+    report="unslothai/unsloth#1236",
+)
+def only_one_length(token_ids, weights, num_heads, theta, context_length):
+    if token_ids.shape[-1] not in (1, context_length):
+        raise ValueError(f"expected {context_length} tokens, got {token_ids.shape[-1]}")
+    return functional.transformer_lm(token_ids, weights, num_heads, theta, context_length)
+
+
+@fault(
+    LM,
+    does="positions are stretched over context_length, whatever the length",
+    detected_by=("context_length_is_only_a_limit", ORACLE),
+)
+def positions_stretched(token_ids, weights, num_heads, theta, context_length):
+    block = transformer_block.positions_stretched
+    return scored(streamed(token_ids, weights, num_heads, theta, context_length, block=block), weights)
+
+
+@fault(
+    LM,
+    does="the mask of a context of one token is broadcast: with context_length 1, future tokens are seen",
+    detected_by="over_long_input_is_refused",
+    mistake="A mask of one row and one column fits every sequence.",
+    report="huggingface/transformers#28215",
+)
+def mask_of_one_broadcast(token_ids, weights, num_heads, theta, context_length):
+    if context_length > 1:
+        return functional.transformer_lm(token_ids, weights, num_heads, theta, context_length)
+    return no_causal_mask(token_ids, weights, num_heads, theta, token_ids.shape[-1])
+
+
+# ---------------------------------------------------------------------------------------------- the call and its traces
+
+
+@fault(
+    LM,
+    does="logits are returned in float64",
+    detected_by="keeps_its_signature",
+    mistake="Logits are widened for the loss.",
+)
+def logits_widened(token_ids, weights, num_heads, theta, context_length):
+    return functional.transformer_lm(token_ids, weights, num_heads, theta, context_length).double()
+
+
+@fault(
+    LM,
+    does="only the logits of the last token are returned",
+    detected_by=("prefix_gives_the_first_logits", ORACLE),
+    mistake="Generation needs no more.",
+)
+def last_token_only(token_ids, weights, num_heads, theta, context_length):
+    return functional.transformer_lm(token_ids, weights, num_heads, theta, context_length)[..., -1:, :]
+
+
+@fault(
+    LM,
+    does="weights are popped from the caller's dict",
+    detected_by=("does_not_change_its_arguments", "the_same_weights_serve_twice"),
+    mistake="What is left over after loading is meant to show unknown keys.",
+)
+def weights_popped(token_ids, weights, num_heads, theta, context_length):
+    taken = {name: weights.pop(name) for name in list(weights)}
+    return functional.transformer_lm(token_ids, taken, num_heads, theta, context_length)
+
+
+@fault(
+    LM,
+    does="W_O is scaled in place in the caller's weights",
+    detected_by=("does_not_change_its_arguments", "the_same_weights_serve_twice"),
+    mistake="A rule of initialization, applied to weights that were given.",
+)
+def weights_scaled_in_place(token_ids, weights, num_heads, theta, context_length):
+    logits = functional.transformer_lm(token_ids, weights, num_heads, theta, context_length)
+    for name, weight in weights.items():
+        if name.endswith("attn.output_proj.weight"):
+            weight *= 0.5
+    return logits
+
+
+@fault(
+    LM,
+    does="the batch is joined into one sequence",
+    detected_by=("rows_of_a_batch_are_independent", ORACLE),
+    mistake="A stream of documents packed into one row, without a mask between them.",
+)
+def batch_joined_into_one_sequence(token_ids, weights, num_heads, theta, context_length):
+    block = transformer_block.batch_joined_into_one_sequence
+    return scored(streamed(token_ids, weights, num_heads, theta, context_length, block=block), weights)
+
+
+_MADE_BEFORE: dict = {}
+
+
+@fault(
+    LM,
+    does="a model made before for the same sizes is used again, with its own weights and theta",
+    detected_by=("has_no_memory", ORACLE),
+    mistake="The cache's key holds the sizes only.",
+)
+def cached_by_sizes_alone(token_ids, weights, num_heads, theta, context_length):
+    sizes = (*weights[EMBEDDING].shape, len(weights), num_heads, weights[HEAD].dtype)
+    made = _MADE_BEFORE.setdefault(sizes, (weights, num_heads, theta))
+    return functional.transformer_lm(token_ids, *made, context_length)
+
+
+@fault(
+    LM,
+    does="dropout is on",
+    detected_by=("has_no_memory", ORACLE),
+    mistake="A module that was never told eval().",
+)
+def dropout_left_on(token_ids, weights, num_heads, theta, context_length):
+    block = transformer_block.dropout_left_on
+    return scored(streamed(token_ids, weights, num_heads, theta, context_length, block=block), weights)

@@ -1,0 +1,106 @@
+"""A report survives its file, and its exit code says what the outcomes say."""
+
+import json
+import math
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import pytest
+
+from spec_lm.conformance.junit import junit_text
+from spec_lm.conformance.report import Outcome, Report, ReportError, printable, read_reports
+
+HEADER = {"implementation": "adapters.py", "level": "must"}
+
+
+def outcome(status="holds", operator="softmax", **kwargs) -> Outcome:
+    return Outcome(f"{operator}.{status}", operator, "must", status, **kwargs)
+
+
+def report(*outcomes: Outcome, **kwargs) -> Report:
+    return Report(HEADER, outcomes, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        (report(outcome()), 0),
+        (report(outcome(), outcome("fails")), 1),
+        (report(outcome("error"), outcome("fails")), 1),
+        (report(outcome(), outcome("error")), 2),
+        (report(outcome(), outcome("not_judged")), 0),
+        (report(outcome(), outcome("absent", "silu")), 0),
+        (report(outcome(), outcome("absent", "silu"), required=("silu",)), 2),
+        (report(outcome(), outcome("absent", "silu"), required=("all",)), 2),
+        (report(outcome(), outcome("absent", "silu"), required=("softmax",)), 0),
+        (report(outcome("absent")), 2),
+        (report(), 2),
+        (report(outcome(), complete=False), 2),
+        (report(outcome("fails"), complete=False), 2),
+    ],
+)
+def test_exit_codes(given, code):
+    assert given.exit_code == code
+    assert given.conforms == (code == 0)
+
+
+def test_a_report_is_read_as_it_was_written(tmp_path):
+    seen = outcome("fails", message="é\n\x1b", worst=math.inf, counterexample={"values": {"x": 1}}, reached={"a": 2})
+    written = report(outcome(), seen, outcome("absent", "silu"), required=("silu",))
+    written.write(tmp_path / "out.jsonl")
+    (read,) = read_reports(tmp_path / "out.jsonl")
+    assert read == written
+    assert (read.counts, read.absent, read.missing) == (written.counts, ["silu"], ["silu"])
+
+
+def test_lines_are_strict_json_with_inf_and_nan_as_strings(tmp_path):
+    evidence = {"got": [math.nan, -math.inf], "index": []}
+    report(outcome("fails", worst=math.inf, evidence=evidence)).write(tmp_path / "out.jsonl")
+    line = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[1], parse_constant=pytest.fail)
+    assert (line["worst"], line["evidence"]["got"]) == ("inf", ["nan", "-inf"])
+
+
+def test_a_file_without_its_footer_is_incomplete(tmp_path):
+    path = tmp_path / "out.jsonl"
+    report(outcome()).write(path)
+    path.write_text("\n".join(path.read_text().splitlines()[:-1]))
+    (read,) = read_reports(path)
+    assert not read.complete
+    assert read.exit_code == 2
+
+
+def test_several_reports_in_one_file_are_read_apart(tmp_path):
+    path = tmp_path / "out.jsonl"
+    report(outcome()).write(path)
+    path.write_text(path.read_text() * 2)
+    assert [len(each.outcomes) for each in read_reports(path)] == [1, 1]
+
+
+@pytest.mark.parametrize("text", ["hello", "[]", "{}", '{"kind": "outcome"}', '{"kind": "header"}\n{"kind": "song"}'])
+def test_a_line_that_is_none_of_a_report_is_named(tmp_path, text):
+    (tmp_path / "out.jsonl").write_text(text)
+    with pytest.raises(ReportError, match=rf"out\.jsonl, line {len(text.splitlines())}: "):
+        read_reports(tmp_path / "out.jsonl")
+
+
+def test_an_outcome_is_found_by_its_clause():
+    assert report(outcome())["softmax.holds"].outcome == "holds"
+    with pytest.raises(KeyError, match=r"softmax\.other was not run"):
+        report(outcome())["softmax.other"]
+
+
+def test_control_characters_are_written_as_escapes():
+    assert printable("a\x1b[2Jé\u202e\ud800\n\tb") == "a\\x1b[2Jé\\u202e\\ud800\n    b"
+
+
+def test_junit_is_xml_whatever_an_implementation_says():
+    said = "raised TypeError: <&]]>\x00\x1b\ufffe\ud800"
+    outcomes = (outcome("fails", message=said), outcome("error", message=said), outcome("absent", message=said))
+    text = junit_text([Report({"implementation": "a\x00.py"}, outcomes), replace(report(), complete=False)])
+    first, second = ET.fromstring(text.encode("utf-8"))
+    assert [child.tag for case in first for child in case] == ["failure", "error", "skipped"]
+    assert all(
+        child.get("message") == "raised TypeError: <&]]>\\x00\\x1b\\ufffe\\ud800" for case in first for child in case
+    )
+    assert (first.get("failures"), first.get("errors"), first.get("skipped")) == ("1", "1", "1")
+    assert second.get("tests") == "0"
