@@ -149,7 +149,7 @@ def values_are_not_rotated(attend, x, w, num_heads, theta, max_seq_len, position
     ATTENTION,
     given(**_CALL, positions=positions()),
     where=lambda s: s.heads > 1 and s.sequence > 1,
-    catches="the head's index is taken for the position, or angles run on across heads",
+    catches="frequencies run on from head to head, as where RoPE is given d_model for its size",
     source=SOURCE,
 )
 def every_head_gets_the_same_rotation(attend, x, w, num_heads, theta, max_seq_len, positions):

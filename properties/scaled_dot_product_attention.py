@@ -22,6 +22,8 @@ MASKING = f"{SOURCE}, masking"
 _QK = {"q": tensors("*batch queries d_k", MODERATE), "k": tensors("*batch keys d_k", MODERATE)}
 _QKV = {**_QK, "v": tensors("*batch keys d_v", MODERATE)}
 _ANY_MASK = ("all", "none", "causal", "random", "random")
+# No weight gets so small that its product with a value is subnormal, where doubling is not exact.
+_GENTLE = tuple(regime for regime in MODERATE if regime != "shifted")
 _OPEN = ("all", "none")
 _SOME_HIDDEN = ("causal", "random", "one key")
 
@@ -232,7 +234,8 @@ def one_visible_key_returns_its_value(attention, q, k, v, mask):
 @clause(
     ATTENTION,
     given(
-        **_QK,
+        q=tensors("*batch queries d_k", _GENTLE),
+        k=tensors("*batch keys d_k", _GENTLE),
         v=tensors("*batch keys d_v", ("quarters",)),
         w=tensors("*batch keys d_v", ("quarters",)),
         mask=masks(_ANY_MASK),
@@ -243,7 +246,8 @@ def one_visible_key_returns_its_value(attention, q, k, v, mask):
 def linear_in_the_values(attention, q, k, v, w, mask):
     """The output is linear in V: doubling V doubles it exactly, and the output for V + W is the sum of the two."""
     output = attention(q, k, v, mask)
-    bit_equal(attention(q, k, v * 2, mask), output * 2, says="doubling V does not double the output")
+    same = close if v.dtype == torch.float16 else bit_equal  # half precision rounds its many subnormal results
+    same(attention(q, k, v * 2, mask), output * 2, says="doubling V does not double the output")
     close(attention(q, k, v + w, mask), output + attention(q, k, w, mask), says="V + W does not give the sum")
 
 

@@ -34,17 +34,19 @@ def _zeroed(weights, *names):
 def _attention(block, x, weights, heads, theta):
     """MultiHeadSelfAttention(RMSNorm_1(x)) in float64, with RoPE at positions 0, 1, 2, ..."""
     x, weights = to_numpy(x), to_numpy(weights)
-    projections = (weights[f"attn.{name}_proj.weight"] for name in ("q", "k", "v", "output"))
+    w_q, w_k, w_v, w_o = (weights[f"attn.{name}_proj.weight"] for name in ("q", "k", "v", "output"))
     pairing = block.conventions.get("rope_pairing", "neighbors")
     normed = oracle.rmsnorm(x, weights[GAIN_1], oracle.BLOCK_EPS)
-    return oracle.multihead_self_attention_with_rope(normed, *projections, heads, theta, x.shape[-2], pairing=pairing)
+    return oracle.multihead_self_attention_with_rope(
+        normed, w_q, w_k, w_v, w_o, heads, theta, x.shape[-2], pairing=pairing
+    )
 
 
 def _feed_forward(x, weights):
     """SwiGLU(RMSNorm_2(x)) in float64."""
     x, weights = to_numpy(x), to_numpy(weights)
     normed = oracle.rmsnorm(x, weights[GAIN_2], oracle.BLOCK_EPS)
-    return oracle.swiglu(normed, *(weights[f"ffn.{name}.weight"] for name in ("w1", "w2", "w3")))
+    return oracle.swiglu(normed, weights["ffn.w1.weight"], weights["ffn.w2.weight"], weights["ffn.w3.weight"])
 
 
 def _several_tokens(size):

@@ -5,6 +5,7 @@ A thin front end: it prints what the runner emits. Nothing heavy is imported bef
 """
 
 import contextlib
+import io
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -45,7 +46,7 @@ class Level(StrEnum):
 def main() -> None:
     """Run the command line."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # text of unknown origin must not end the program in a narrow encoding
+        if isinstance(stream, io.TextIOWrapper):  # text of unknown origin must not end the program in a narrow encoding
             stream.reconfigure(errors="backslashreplace")
     app()
 
@@ -113,7 +114,9 @@ def check(
         sinks = [files.enter_context(_written(report))] if report else []
         xml = files.enter_context(_written(junit)) if junit else None
         again = report
-        if last := _last_file(files):
+        if report and report.resolve() == LAST.resolve():
+            again = LAST
+        elif last := _last_file(files):
             sinks.append(last)
             again = LAST
         checks = _Checks(_console(), sinks, asked, quiet, str(again) if again else "")

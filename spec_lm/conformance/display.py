@@ -122,7 +122,7 @@ def numbers_text(data: Any, dtype: str = "float64", longest: int = _LONGEST_LINE
 
 
 def _written(array: np.ndarray, dtype: str, edge: int) -> str:
-    formatter = {"float_kind": lambda number: _shortest(number, dtype)}
+    formatter: Any = {"float_kind": lambda number: _shortest(number, dtype)}
     text = np.array2string(
         array, separator=", ", threshold=0, edgeitems=edge, max_line_width=10**6, formatter=formatter
     )
@@ -133,10 +133,8 @@ def _shortest(number: float, dtype: str) -> str:
     """The fewest digits that tell a number from its neighbors in a dtype: 0.1 in bfloat16, 0.1001 in float16."""
     if not math.isfinite(number):
         return "NaN" if math.isnan(number) else str(number)
-    for digits in range(1, 17):
-        text = f"{number:.{digits}g}"
-        if _rounded(float(text), dtype) == _rounded(number, dtype):
-            break
+    texts = (f"{number:.{digits}g}" for digits in range(1, 18))
+    text = next((each for each in texts if _rounded(float(each), dtype) == _rounded(number, dtype)), repr(number))
     text = f"{float(text):.6f}".rstrip("0") if "e+" in text and abs(number) < 1e6 else text
     return text if set(text) & {".", "e"} else f"{text}."
 

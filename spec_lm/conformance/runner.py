@@ -413,7 +413,7 @@ def quiet() -> Iterator[None]:
 def storage_elsewhere() -> Iterator[None]:
     """Hypothesis notes what it read of loaded modules in a folder, even without a database: not in the caller's."""
     home = storage_directory(intent_to_write=False)
-    before = getattr(home, "path", home)  # releases before 6.170 return the path itself
+    before: Any = getattr(home, "path", home)  # releases before 6.170 return the path itself
     with tempfile.TemporaryDirectory(prefix="spec_lm-") as folder:
         set_hypothesis_home_dir(folder)
         try:

@@ -263,7 +263,7 @@ REGIMES: dict[str, Callable[[Tensor, str], Tensor]] = {
     "plain": lambda values, dtype: values.double() * _FULL,
     "halves": lambda values, dtype: values.double() * _FULL / 4,
     "positive": lambda values, dtype: values.double().abs() * _FULL + 2.0**-10,
-    "shifted": lambda values, dtype: values.double() * _FULL + 8.0,
+    "shifted": lambda values, dtype: values.double() * _FULL + (2.0 if dtype == "float16" else 8.0),
     "tiny": lambda values, dtype: values.double() * _FULL * 2.0**-10,
     "one large": lambda values, dtype: _led(values.double() * _FULL, 128.0),
     "large integers": lambda values, dtype: _led((values % 7 - 3).double(), 2.0) * (8.0 if dtype == "float16" else 64.0),

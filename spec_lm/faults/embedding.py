@@ -158,9 +158,7 @@ def renormalized_in_place(token_ids, weight):
     mistake="Flattened for a gather, never unflattened.",
 )
 def axes_flattened(token_ids, weight):
-    return functional.embedding(token_ids.reshape(-1), weight).reshape(
-        *([-1] if token_ids.ndim else []), weight.shape[1]
-    )
+    return functional.embedding(token_ids, weight).flatten(0, max(token_ids.ndim - 1, 0))
 
 
 @fault(

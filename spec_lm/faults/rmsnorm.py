@@ -141,7 +141,7 @@ def signs_lost(x, gain, eps):
 )
 def over_sequence_and_features(x, gain, eps):
     axes = tuple(range(1, x.ndim)) or (-1,)
-    return x / (_mean_square(x, axes) + eps).sqrt() * gain
+    return x / (x.square().mean(axes, keepdim=True) + eps).sqrt() * gain
 
 
 @fault(

@@ -109,7 +109,10 @@ def gelu_erf(x):
 
 
 @fault(
-    SILU, does="negative inputs give 0", detected_by=("mirror_images_stand_in_the_ratio_exp", "agrees_with_the_oracle")
+    SILU,
+    does="negative inputs give 0",
+    detected_by=("mirror_images_stand_in_the_ratio_exp", "agrees_with_the_oracle"),
+    mistake="Its mirror images differ by x too.",
 )
 def relu(x):
     return x.relu()
@@ -150,7 +153,8 @@ def hidden_bias(x):
 @fault(
     SILU,
     does="computed in bfloat16 inside",
-    detected_by=("agrees_with_the_oracle", "mirror_images_differ_by_the_input"),
+    detected_by=("mirror_images_differ_by_the_input", "agrees_with_the_oracle"),
+    mistake="Autocast, cast back.",
 )
 def bfloat16_inside(x):
     return functional.silu(x.bfloat16()).to(x.dtype)

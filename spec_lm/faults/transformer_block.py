@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from math import log, sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -451,20 +451,21 @@ def weights_popped(x, weights, num_heads, theta, max_seq_len):
     return functional.transformer_block(x, taken, num_heads, theta, max_seq_len)
 
 
-_MADE_BEFORE: dict = {}
+_LAST: dict[str, Any] = {}
 
 
 @fault(
     BLOCK,
-    does="a block made before for the same sizes is used again, with its own weights and theta",
-    detected_by=("has_no_memory", ORACLE),
+    does="the block made for the call before is used again where the sizes are the same, with its weights and theta",
+    detected_by="has_no_memory",
     mistake="The cache's key holds the sizes only.",
     report="open-mmlab/mmcv#1418",
 )
 def cached_by_sizes_alone(x, weights, num_heads, theta, max_seq_len):
     sizes = (*x.shape, len(weights["ffn.w1.weight"]), num_heads, x.dtype)
-    made = _MADE_BEFORE.setdefault(sizes, (weights, num_heads, theta, max_seq_len))
-    return functional.transformer_block(x, *made)
+    if _LAST.get("sizes") != sizes:
+        _LAST.update(sizes=sizes, weights=weights, theta=theta)
+    return functional.transformer_block(x, _LAST["weights"], num_heads, _LAST["theta"], max_seq_len)
 
 
 @fault(

@@ -108,7 +108,7 @@ def swiglu(
 def rmsnorm(x: Tokens, gain: Float[Tensor, " d_model"], eps: float) -> Tokens:
     """Divide each token by its root mean square: x / sqrt(mean(x^2) + eps) * gain. Source: Building blocks, rmsnorm."""
     wide = upcast(x)
-    return (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * upcast(gain)).to(x.dtype)
+    return (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * gain).to(x.dtype)
 
 
 @shape_checked

@@ -28,6 +28,8 @@ RANKS = {
     "spec_lm.conformance.junit": 3,
     "spec_lm.conformance.implementation": 4,
     "spec_lm.conformance.runner": 5,
+    "spec_lm.conformance.preload": 6,
+    "spec_lm.conformance.workers": 6,
     "spec_lm.properties": 3,
     "spec_lm.faults": 4,
     "spec_lm.cli": 7,

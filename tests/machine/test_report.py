@@ -4,6 +4,7 @@ import json
 import math
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from spec_lm.conformance.report import Outcome, Report, ReportError, printable, 
 HEADER = {"implementation": "adapters.py", "level": "must"}
 
 
-def outcome(status="holds", operator="softmax", **kwargs) -> Outcome:
+def outcome(status: Any = "holds", operator="softmax", **kwargs) -> Outcome:
     return Outcome(f"{operator}.{status}", operator, "must", status, **kwargs)
 
 

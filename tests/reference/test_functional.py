@@ -186,6 +186,15 @@ def test_silu_is_finite_for_every_finite_input():
         assert functional.silu(torch.tensor([top, -top], dtype=dtype)).tolist() == [top, 0.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_silu_and_rmsnorm_round_once_in_half_precision(dtype):
+    x = torch.tensor([-16.0, -11.3, -2.7, 0.3, 1.9, 5.1], dtype=dtype)
+    assert torch.equal(functional.silu(x), torch.nn.functional.silu(x.double()).to(dtype))
+    gain = torch.linspace(0.3, 1.7, 6).to(dtype)
+    expected = torch.nn.functional.rms_norm(x.double(), (6,), gain.double(), EPS).to(dtype)
+    assert torch.equal(functional.rmsnorm(x, gain, EPS), expected)
+
+
 @pytest.mark.parametrize("ids", [torch.tensor([0, 7]), torch.tensor([[-1]]), torch.tensor(7)])
 def test_an_id_outside_the_vocabulary_is_refused_with_the_range(ids):
     with pytest.raises(IndexError, match=r"token id (7|-1) is outside 0\.\.6; correct it or enlarge vocab 7"):
