@@ -35,6 +35,7 @@ def _with_batch(operator: Checked, arguments: Any, change: Any) -> Any:
     given(arguments=arguments()),
     where=PLAINEST,
     cases={},
+    enough=5,
     catches="a missing axis, another dtype, or an array of another library",
     source=SOURCE,
 )

@@ -68,6 +68,7 @@ def _causal_by_hand(x, w, num_heads):
     BOTH,
     given(arguments=arguments(), later=tensors(_TOKENS, MODERATE), kept=_KEPT),
     where=_several_tokens,
+    cases={},
     catches="no causal mask, or one shifted by a token",
     source=SOURCE,
 )
@@ -81,6 +82,7 @@ def causal_independence_from_future_tokens(attend, arguments, later, kept):
     BOTH,
     given(arguments=arguments(), kept=_KEPT),
     where=_several_tokens,
+    cases={},
     catches="anything that depends on the whole sequence: its length, its mean, its last token",
     source=SOURCE,
 )
@@ -96,6 +98,7 @@ def a_prefix_gives_the_first_outputs(attend, arguments, kept):
     ATTENTION,
     given(**_CALL, other=tensors("*batch d_model", MODERATE), changed=index_of("sequence")),
     where=_several_tokens,
+    cases={},
     catches="a mask that hides the past: a window, a strict triangle, the token itself alone",
     source=SOURCE,
 )
@@ -113,6 +116,7 @@ def the_past_influences_later_outputs(attend, x, w, num_heads, other, changed):
     ATTENTION,
     given(**_CALL, cotangent=tensors(_TOKENS, NONZERO), kept=_KEPT),
     where=_several_tokens,
+    cases={},
     catches="later tokens hidden from the outputs alone, as by a mask outside the graph",
     source=SOURCE,
 )
@@ -125,7 +129,9 @@ def gradient_to_later_tokens_is_zero(attend, x, w, num_heads, cotangent, kept):
     bit_equal(gradient[..., kept:, :], 0.0)
 
 
-@clause(ATTENTION, given(**_CALL), catches="W_O or W_V left out, exchanged or transposed; a bias", source=SOURCE)
+@clause(
+    ATTENTION, given(**_CALL), cases={}, catches="W_O or W_V left out, exchanged or transposed; a bias", source=SOURCE
+)
 def the_first_token_gives_its_projected_value(attend, x, w, num_heads):
     """The first token sees itself alone, so that its output is W_O W_V x, whatever W_Q and W_K are."""
     close(attend(x, *w, num_heads)[..., 0, :], _projected_value(x[..., 0, :], w))
@@ -204,7 +210,8 @@ def each_head_alone_is_attention_on_its_slice(attend, arguments, head):
     w_o[:, of_head] = arguments.w_o[:, of_head]
     rows = {name: getattr(arguments, name)[of_head] for name in ("w_q", "w_k", "w_v")}
     alone = arguments._replace(**rows, w_o=arguments.w_o[:, of_head], num_heads=1)
-    close(attend(*arguments._replace(w_o=w_o)), attend.exact(*alone))
+    with attend.naming("rope_pairing", *arguments):
+        close(attend(*arguments._replace(w_o=w_o)), attend.exact(*alone))
 
 
 @clause(

@@ -7,9 +7,10 @@ A thin front end: it prints what the runner emits. Nothing heavy is imported bef
 import contextlib
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -96,6 +97,12 @@ def check(
         list[str] | None,
         typer.Option(metavar="OP|all", help="Exit with 2 where this operator is not provided; repeatable."),
     ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Operators checked at a time; by default one a core, at most 4.")
+    ] = None,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Check in this process, for debuggers; by default each operator has its own.")
+    ] = False,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write every outcome, as it comes, as JSON Lines.")
     ] = None,
@@ -119,11 +126,23 @@ def check(
         elif last := _last_file(files):
             sinks.append(last)
             again = LAST
-        checks = _Checks(_console(), sinks, asked, quiet, str(again) if again else "")
+        checks = _Checks(_console(), sinks, asked, quiet, str(again) if again else "", _how(in_process, jobs, device))
         codes = [checks.one(each) for each in _grouped(implementations or [])]
         if xml is not None:
             _write_junit(xml, checks.reports)
     raise typer.Exit(ERROR if checks.interrupted else 1 if 1 in codes else max(codes))
+
+
+def _how(in_process: bool, jobs: int | None, device: str) -> Callable[..., Report]:
+    """What runs a check: worker processes, or this one."""
+    if in_process:
+        from spec_lm.conformance.runner import check as run
+
+        return run
+    from spec_lm.conformance import workers
+
+    workers.start()
+    return partial(workers.check_in_workers, jobs=jobs or (workers.default_jobs() if device == "cpu" else 1))
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -184,13 +203,13 @@ class _Checks:
     asked: dict[str, Any]
     quiet: bool
     again: str
+    run: Callable[..., Report]
     reports: list[Report] = field(default_factory=list)
     interrupted: bool = False
 
     def one(self, implementation: Any) -> int:
         """Check one; its exit code. What cannot be loaded is told, and the next one is checked."""
         from spec_lm.conformance.implementation import BUILT_IN, ImplementationError
-        from spec_lm.conformance.runner import check as run
 
         if self.interrupted:
             return ERROR
@@ -198,7 +217,7 @@ class _Checks:
         try:
             with view:
                 what = BUILT_IN if implementation is None else implementation
-                report = run(what, **self.asked, on_start=view.start, on_outcome=view.outcome)
+                report = self.run(what, **self.asked, on_start=view.start, on_outcome=view.outcome)
         except ImplementationError as error:
             _say(f"spec-lm: {error}")
             return ERROR

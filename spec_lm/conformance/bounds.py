@@ -69,12 +69,18 @@ def bounded(
     `args` are those of the plain signature: float64, integer and boolean arrays that hold the already rounded inputs.
     """
     arithmetic = _arithmetic(dtype, tuple(conventions.items()))
-    exact_value = getattr(oracle, operator)
+    exact = exact_value(operator, args, conventions)
     with np.errstate(all="ignore"):
-        exact = exact_value(*args, **{key: getattr(arithmetic, key) for key in _DECLARED.get(operator, ())})
         error = _ERRORS[operator](arithmetic, exact, *args)
     # The oracle itself rounds to float64: there, two results are compared that both err.
     return exact, 2 * error if dtype == "float64" else error
+
+
+def exact_value(operator: str, args: tuple[Any, ...], conventions: Mapping[str, str] = {}) -> np.ndarray:
+    """Give the oracle's value of an operator under the declared conventions, without its bound."""
+    arithmetic = _arithmetic("float64", tuple(conventions.items()))
+    with np.errstate(all="ignore"):
+        return getattr(oracle, operator)(*args, **{key: getattr(arithmetic, key) for key in _DECLARED.get(operator, ())})
 
 
 @dataclass(frozen=True)

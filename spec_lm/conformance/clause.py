@@ -66,6 +66,7 @@ class Clause:
             operator's other clauses leave it out of their draws.
         dtype: pinned, where the clause is about one dtype; else the run's.
         dtypes: those in which it can be judged; by default all.
+        enough: this many examples serve, where what is drawn hardly matters; 0 stands for the run's number.
     """
 
     operator: str
@@ -80,6 +81,7 @@ class Clause:
     feature: str = ""
     dtype: str = ""
     dtypes: tuple[str, ...] = ()
+    enough: int = 0
 
     @property
     def id(self) -> str:
@@ -294,6 +296,7 @@ def clause(
     feature: str = "",
     dtype: str = "",
     dtypes: tuple[str, ...] = (),
+    enough: int = 0,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function as a clause of one operator, or of several (one id each); the arguments are `Clause`'s.
 
@@ -319,6 +322,7 @@ def clause(
                 feature=feature,
                 dtype=dtype,
                 dtypes=dtypes,
+                enough=enough,
             )
             if new.id in _REGISTER and _REGISTER[new.id].body.__code__ != body.__code__:
                 raise RegistrationError(f"{_place(body)}: the id {new.id} is taken; give the function another name")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lm.conformance.bounds import CONVENTIONS, bounded
+from spec_lm.conformance.bounds import CONVENTIONS, bounded, exact_value
 from spec_lm.conformance.tolerance import Evidence, Output, Raised, Violation, close
 
 Weights = Mapping[str, Tensor]
@@ -268,10 +268,10 @@ class Checked:
         try:
             yield
         except Violation:
-            choices = CONVENTIONS[convention]
-            for choice in choices:
-                other = choice != self.conventions.get(convention, choices[0])
-                if other and self._follows({**self.conventions, convention: choice}, arguments):
+            if self._follows(self.conventions, arguments):
+                raise
+            for choice in CONVENTIONS[convention]:
+                if self._follows({**self.conventions, convention: choice}, arguments):
                     words = _CHOICES.get(choice, f"{convention} {choice!r}")
                     in_code = f"spec_lm_conventions = {{{convention!r}: {choice!r}}}"
                     message = f"this is {words}; if intended, declare {in_code} or --convention {convention}={choice}"
@@ -288,7 +288,7 @@ class Checked:
 
     def exact(self, *arguments: Any) -> Tensor:
         """The oracle's float64 values on the same inputs."""
-        return torch.from_numpy(self._bounded(arguments)[0])
+        return torch.from_numpy(exact_value(self.operator.name, tuple(map(to_numpy, arguments)), self.conventions))
 
     def _called(self) -> Any:
         given = self.handed[:-1] if self.operator.optional and self.handed[-1] is None else self.handed
@@ -312,18 +312,19 @@ class Checked:
         if result.device.type != device.type:
             raise Violation(f"returned a tensor on {result.device}, expected {device}", kind="device")
 
-    def _bounded(self, arguments: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
-        dtype = str(result_dtype(arguments)).removeprefix("torch.")
-        return bounded(self.operator.name, tuple(to_numpy(a) for a in arguments), dtype, self.conventions)
-
     def _error(self, arguments: tuple[Any, ...]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(self._bounded(arguments)[1]))
+        dtype = str(result_dtype(arguments)).removeprefix("torch.")
+        error = bounded(self.operator.name, tuple(map(to_numpy, arguments)), dtype, self.conventions)[1]
+        return torch.from_numpy(np.ascontiguousarray(error))
 
 
 # What a reader calls a choice of a convention.
 _CHOICES = {
     "neighbors": "the pairing of neighbors (2i, 2i + 1)",
     "halves": "the half-split pairing (i, i + d_k/2)",
+    "zeros": "zeros for a query that sees no key",
+    "nan": "NaN for a query that sees no key",
+    "uniform": "the mean of all values for a query that sees no key",
 }
 
 

@@ -112,7 +112,7 @@ def check(
     """
     settings = Settings(examples, seed, dtype, device, conventions or {}, supports or {})
     chosen = select(operators, clauses, level)
-    required = _known_operators(require, also=("all",))
+    required = known_operators(require, also=("all",))
     collected: list[Outcome] = []
 
     def emit(outcome: Outcome) -> None:
@@ -123,7 +123,7 @@ def check(
         settings = settings.declared_by(subject)
         header = header_of(subject, settings, level) | {"clauses": len(chosen), "required": list(required)}
         on_start(header)
-        for operator, group in _by_operator(chosen).items():
+        for operator, group in by_operator(chosen).items():
             run_operator(operator, group, subject.functions.get(operator), settings, emit)
     return Report(header, tuple(collected), required)
 
@@ -136,7 +136,7 @@ def select(operators: Iterable[str] | None, clauses: Iterable[str] | None, level
     """
     if level not in ("must", "should"):
         raise UsageError(f"level {level!r} is neither must nor should")
-    wanted = _known_operators(operators or ())
+    wanted = known_operators(operators or ())
     ids = list(clauses or ())
     for clause_id in ids:
         known_clause(clause_id)
@@ -157,7 +157,12 @@ def known_clause(clause_id: str) -> Clause:
     return CLAUSES[clause_id]
 
 
-def _known_operators(names: Iterable[str], also: tuple[str, ...] = ()) -> tuple[str, ...]:
+def known_operators(names: Iterable[str], also: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The names, each an operator's or one of `also`.
+
+    Raises:
+        UsageError: there is none of a name; the nearest is suggested.
+    """
     names = tuple(names)
     for name in names:
         if name not in OPERATORS and name not in also:
@@ -177,7 +182,7 @@ def header_of(subject: Implementation, settings: Settings, level: str) -> dict[s
     return about | run | {"level": level} | declared
 
 
-def _by_operator(clauses: list[Clause]) -> dict[str, list[Clause]]:
+def by_operator(clauses: list[Clause]) -> dict[str, list[Clause]]:
     """Low operators first, so that a first cause stands above what follows from it."""
     groups: dict[str, list[Clause]] = {name: [] for name in OPERATORS}
     for clause in clauses:
@@ -296,6 +301,7 @@ def _shares(clause: Clause, examples: int) -> Iterator[tuple[str, int]]:
 
     A feature is judged by its cases alone: there each is a feature of its own.
     """
+    examples = min(examples, clause.enough or examples)
     share = max(1, examples // 10)
     for case in clause.cases:
         yield case, share

@@ -237,7 +237,7 @@ def _integers(seed: int, count: int) -> Tensor:
 
 # Multiples of 2^-GRID add to shifts up to MOST_SHIFT without rounding in this dtype: |x| + |c| <= 2^(p - g).
 _GRID = {"float64": 6, "float32": 6, "float16": 3, "bfloat16": 1}
-_MOST_SHIFT = {"float64": 2.0**13, "float32": 2.0**13, "float16": 2.0**7, "bfloat16": 2.0**6}
+_MOST_SHIFT = {"float64": 2.0**13, "float32": 2.0**13, "float16": 2.0**7, "bfloat16": 2.0**7}
 _LARGEST = {name: torch.finfo(getattr(torch, name)).max for name in _GRID}
 _FULL = 2.0 ** -(_POOL_BITS - 2)  # the pool's integers become full-mantissa values in [-2, 2)
 
@@ -263,7 +263,7 @@ REGIMES: dict[str, Callable[[Tensor, str], Tensor]] = {
     "plain": lambda values, dtype: values.double() * _FULL,
     "halves": lambda values, dtype: values.double() * _FULL / 4,
     "positive": lambda values, dtype: values.double().abs() * _FULL + 2.0**-10,
-    "shifted": lambda values, dtype: values.double() * _FULL + (2.0 if dtype == "float16" else 8.0),
+    "shifted": lambda values, dtype: values.double() * _FULL + (1.5 if dtype == "float16" else 8.0),
     "tiny": lambda values, dtype: values.double() * _FULL * 2.0**-10,
     "one large": lambda values, dtype: _led(values.double() * _FULL, 128.0),
     "large integers": lambda values, dtype: _led((values % 7 - 3).double(), 2.0) * (8.0 if dtype == "float16" else 64.0),

@@ -23,6 +23,7 @@ MOST_JOBS = 4
 
 def start() -> None:
     """Begin to import torch and the specification, in the process that children are forked from."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the oracle's matrices are tiny; children inherit this
     if _forks():
         _context().set_forkserver_preload(["spec_lm.conformance.preload"])  # type: ignore[attr-defined]
         forkserver.ensure_running()

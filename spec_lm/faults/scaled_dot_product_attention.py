@@ -164,8 +164,9 @@ def mask_dropped_for_rectangles(query, key, value, mask=None):
     mistake="Hidden by symmetric masks; a causal one then shows the future.",
 )
 def square_mask_transposed(query, key, value, mask=None):
-    square = mask is not None and mask.shape[-1] == mask.shape[-2]
-    return attend(query, key, value, mask.mT if square else mask)
+    if mask is None or mask.shape[-1] != mask.shape[-2]:
+        return attend(query, key, value, mask)
+    return attend(query, key, value, mask.mT)
 
 
 @fault(
@@ -593,7 +594,7 @@ def values_bent(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
-    does="the query is added to the output where the sizes agree",
+    does="the mean of the query is added to the output",
     detected_by=("output_lies_within_visible_values", "masked_rows_sum_to_one", "one_visible_key_returns_its_value"),
     mistake="The residual belongs to the block.",
 )
@@ -617,9 +618,8 @@ def dropout_stays_on(query, key, value, mask=None):
 # ----------------------------------------------------------------------------------------------------------- precision
 
 
-def _rounded(query, key, value, mask=None, dtype=torch.bfloat16):
-    """Attention of inputs rounded to another dtype."""
-    return attend(*(each.to(dtype).to(each.dtype) for each in (query, key, value)), mask)
+def _rounded(tensor):
+    return tensor.bfloat16().to(tensor.dtype)
 
 
 @fault(
@@ -629,7 +629,7 @@ def _rounded(query, key, value, mask=None, dtype=torch.bfloat16):
     mistake="Autocast, or a kernel made for one dtype.",
 )
 def bfloat16_inside(query, key, value, mask=None):
-    return _rounded(query, key, value, mask)
+    return attend(_rounded(query), _rounded(key), _rounded(value), mask)
 
 
 @fault(
@@ -640,7 +640,7 @@ def bfloat16_inside(query, key, value, mask=None):
 )
 def weights_in_bfloat16(query, key, value, mask=None):
     scores = _filled(_scores(query, key), mask, -torch.inf)
-    return scores.softmax(-1).bfloat16().to(value.dtype) @ value
+    return _rounded(scores.softmax(-1)) @ value
 
 
 @fault(

@@ -30,7 +30,7 @@ def test_an_axis_that_disagrees_is_named_with_both_arguments_and_shapes():
 
 
 def test_leading_axes_that_disagree_are_named_together():
-    assert message_of(functional.scaled_dot_product_attention, ones(2, 3, 4), ones(3, 5, 4), ones(3, 5, 4)) == (
+    assert message_of(functional.scaled_dot_product_attention, ones(2, 3, 4), ones(3, 5, 4), ones(3, 5, 4), None) == (
         "scaled_dot_product_attention: axis batch is (3,) in key (3, 5, 4), but (2,) in query (2, 3, 4); expected"
         " query (*batch queries d_k), key (*batch keys d_k), value (*batch keys d_v)"
     )
@@ -85,6 +85,12 @@ def test_a_mask_does_not_enlarge_the_leading_axes(leading, shown):
     message = message_of(functional.scaled_dot_product_attention, query, query, query, ones(*leading, 4, 4).bool())
     assert f"axis batch is {shown} in mask" in message
     assert "but (3,) in query (3, 4, 5)" in message
+
+
+def test_an_axis_that_broadcasts_is_not_blamed_for_the_one_that_disagrees():
+    query = ones(3, 4, 5)
+    message = message_of(functional.scaled_dot_product_attention, query, query, query, ones(1, 4, 6).bool())
+    assert "axis keys is 6 in mask (1, 4, 6), but 4 in key (3, 4, 5)" in message
 
 
 def test_a_wrong_result_is_an_error_too():

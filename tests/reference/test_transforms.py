@@ -56,15 +56,6 @@ def test_attention_at_given_positions_compiles_as_one_graph(attention, x):
     assert torch.equal(compiled(x, POSITIONS), attention(x, POSITIONS))
 
 
-def test_what_a_graph_break_leaves_uncompiled_is_still_checked():
-    def broken(x: Tensor, weight: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return functional.linear(x, weight)
-
-    compiled, x = torch.compile(broken, backend="eager"), torch.ones(2, 3)
-    assert torch.equal(compiled(x, torch.ones(4, 3)), torch.full((2, 4), 3.0))
-
-
 def test_a_refusal_is_not_hidden_by_a_graph_break(model):
     compiled = torch.compile(model, backend="eager")
     with pytest.raises(ValueError, match="a sequence of 9 tokens exceeds context_length 8"):
