@@ -56,6 +56,7 @@ def _several_tokens(size):
 @clause(
     BLOCK,
     given(**_block(GENERAL)),
+    cases={},
     catches="a residual that is missing, doubled, or taken from the normalized stream",
     source=SOURCE,
 )
@@ -79,6 +80,7 @@ def attention_is_added_to_the_unnormalized_stream(block, x, weights, heads, thet
 @clause(
     BLOCK,
     given(**_block(_FAR_FROM_1)),
+    cases={},
     catches="the feed-forward network's residual carries the normalized stream, or is missing",
     source=SOURCE,
 )
@@ -88,7 +90,13 @@ def feed_forward_is_added_to_the_unnormalized_stream(block, x, weights, heads, t
     close(block(x, _zeroed(weights, W_O), heads, theta, limit), to_numpy(x) + branch)
 
 
-@clause(BLOCK, given(**_block(GENERAL)), catches="post-norm, or a half that reads the stream as it is", source=SOURCE)
+@clause(
+    BLOCK,
+    given(**_block(GENERAL)),
+    cases={},
+    catches="post-norm, or a half that reads the stream as it is",
+    source=SOURCE,
+)
 def pre_norm(block, x, weights, heads, theta, limit):
     """Attention and the feed-forward network read only what their norm gives, and nothing is normalized after them:
     with both gains zero the block gives exactly its input."""
@@ -98,6 +106,7 @@ def pre_norm(block, x, weights, heads, theta, limit):
 @clause(
     BLOCK,
     given(**_block(MODERATE)),
+    cases={},
     catches="attention and feed-forward in parallel, or one norm for both",
     source=SOURCE,
 )
@@ -112,6 +121,7 @@ def second_half_sees_the_first_halfs_result(block, x, weights, heads, theta, lim
 @clause(
     BLOCK,
     given(**_block(NONZERO), silent=one_of(GAIN_1, GAIN_2)),
+    cases={},
     catches="one gain for both norms, or the two exchanged",
     source=SOURCE,
 )
@@ -121,7 +131,7 @@ def each_norm_has_its_own_gain(block, x, weights, heads, theta, limit, silent):
     close(block(x, _zeroed(weights, silent), heads, theta, limit), to_numpy(x) + other)
 
 
-@clause(BLOCK, given(**_block(("tiny",))), catches="1e-6, 1e-8, or eps outside the root", source=SOURCE)
+@clause(BLOCK, given(**_block(("tiny",))), cases={}, catches="1e-6, 1e-8, or eps outside the root", source=SOURCE)
 def eps_is_1e_5(block, x, weights, heads, theta, limit):
     """The eps of both norms is 1e-5, which decides where the mean square of x is no larger than that."""
     close(block(x, weights, heads, theta, limit), block.exact(x, weights, heads, theta, limit))
@@ -141,7 +151,11 @@ def rope_is_on(block, x, weights, heads, theta, limit):
 
 
 @clause(
-    BLOCK, given(**_block(MODERATE)), catches="only one length is accepted, or positions are stretched", source=SOURCE
+    BLOCK,
+    given(**_block(MODERATE)),
+    cases={},
+    catches="only one length is accepted, or positions are stretched",
+    source=SOURCE,
 )
 def max_seq_len_is_only_a_limit(block, x, weights, heads, theta, limit):
     """Any sequence up to max_seq_len is accepted, and the limit takes no part in the result."""

@@ -84,7 +84,13 @@ def _twice(got, once):
     compare(got, once * 2, says="doubling a row of lm_head does not double its logit")
 
 
-@clause(LM, given(**_LM), catches="a softmax or logarithm at the end, a bias, logits centered or capped", source=SOURCE)
+@clause(
+    LM,
+    given(**_LM),
+    cases={},
+    catches="a softmax or logarithm at the end, a bias, logits centered or capped",
+    source=SOURCE,
+)
 def unnormalized_logits(lm, ids, weights, heads, theta, context):
     """A logit is one row of lm_head times the final norm's output and no more: a row of zeros gives exactly 0, a
     doubled row doubles its logit exactly, and changing a row moves no other logit."""
@@ -100,6 +106,7 @@ def unnormalized_logits(lm, ids, weights, heads, theta, context):
 @clause(
     LM,
     given(**_LM, scale=one_of(16.0, 0.0625)),
+    cases={},
     catches="no final norm, or a norm after the head",
     source=SOURCE,
 )
@@ -110,7 +117,7 @@ def final_norm_before_the_head(lm, ids, weights, heads, theta, context, scale):
     close(lm(ids, quiet, heads, theta, context), _without_layers(ids, quiet))
 
 
-@clause(LM, given(**_LM), catches="1e-6 or 1e-8; an embedding scaled by sqrt(d_model)", source=SOURCE)
+@clause(LM, given(**_LM), cases={}, catches="1e-6 or 1e-8; an embedding scaled by sqrt(d_model)", source=SOURCE)
 def eps_is_1e_5(lm, ids, weights, heads, theta, context):
     """The final norm's eps is 1e-5, and the embedding enters unscaled: both show where its mean square is below eps."""
     quiet = _silenced({**weights, EMBEDDING: weights[EMBEDDING] * 2.0**-10})
@@ -121,6 +128,7 @@ def eps_is_1e_5(lm, ids, weights, heads, theta, context):
     LM,
     given(**_LM, number=st.integers(0, 15)),
     where=_several_layers,
+    cases={},
     catches="all layers share one set of weights; the last layer is skipped",
     source=SOURCE,
 )
@@ -158,6 +166,7 @@ def layers_run_in_order(lm, ids, weights, pair, heads, theta, context):
     LM,
     given(**_LM, number=st.integers(0, 15)),
     where=_several_layers,
+    cases={},
     catches="something between the layers: a norm, a scale, an embedding of the layer's number",
     source=SOURCE,
 )
@@ -174,6 +183,7 @@ def a_layer_that_adds_nothing_can_be_removed(lm, ids, weights, heads, theta, con
     LM,
     given(**_LM),
     level="should",
+    cases={},
     catches="a depth that is read from the first layer's weights",
     source="practice: a model without layers is where ablations over depth start",
 )
@@ -182,7 +192,13 @@ def zero_layers(lm, ids, weights, heads, theta, context):
     close(lm(ids, _only(weights, []), heads, theta, context), _without_layers(ids, weights))
 
 
-@clause(LM, given(**_LM), catches="an id that is special; rows of the embedding or the head mixed up", source=SOURCE)
+@clause(
+    LM,
+    given(**_LM),
+    cases={},
+    catches="an id that is special; rows of the embedding or the head mixed up",
+    source=SOURCE,
+)
 def vocabulary_permutation_commutes(lm, ids, weights, heads, theta, context):
     """The vocabulary has no order: renumbering the ids, and the rows of the embedding and of lm_head alike, renumbers
     the logits and changes nothing else."""
@@ -192,7 +208,7 @@ def vocabulary_permutation_commutes(lm, ids, weights, heads, theta, context):
     close(lm(last - ids, renumbered, heads, theta, context), logits.map(lambda t: t.flip(-1)))
 
 
-@clause(LM, given(**_LM), catches="the head is the embedding, or overwrites it", source=SOURCE)
+@clause(LM, given(**_LM), cases={}, catches="the head is the embedding, or overwrites it", source=SOURCE)
 def head_is_not_tied_to_the_embedding(lm, ids, weights, heads, theta, context):
     """lm_head and the embedding are two weights: changing the embedding of an absent token changes no logit, changing
     a present token's row of lm_head changes no logit but its own."""
@@ -237,6 +253,7 @@ def prefix_gives_the_first_logits(lm, ids, weights, heads, theta, context, cut):
     LM,
     given(ids=_LM["ids"], weights=_LM["weights"], heads=size("heads"), theta=one_of(*THETAS), cut=st.integers(0, 15)),
     where=_several_tokens,
+    cases={},
     catches="over-long input is truncated, or gets positions beyond the table",
     source=SOURCE,
 )
@@ -247,7 +264,7 @@ def over_long_input_is_refused(lm, ids, weights, heads, theta, cut):
     refuses(lambda: lm(ids, weights, heads, theta, context), what=f"a sequence of {sequence} in a context of {context}")
 
 
-@clause(LM, given(**_LM), catches="only one length is accepted, or positions are stretched", source=SOURCE)
+@clause(LM, given(**_LM), cases={}, catches="only one length is accepted, or positions are stretched", source=SOURCE)
 def context_length_is_only_a_limit(lm, ids, weights, heads, theta, context):
     """Any sequence up to context_length is accepted, and the limit takes no part in the logits."""
     filled = lm(ids, weights, heads, theta, ids.shape[-1])
@@ -255,7 +272,11 @@ def context_length_is_only_a_limit(lm, ids, weights, heads, theta, context):
 
 
 @clause(
-    LM, given(**_LM), catches="weights that are popped from the dict or scaled in place", source="adapter interface"
+    LM,
+    given(**_LM),
+    cases={},
+    catches="weights that are popped from the dict or scaled in place",
+    source="adapter interface",
 )
 def the_same_weights_serve_twice(lm, ids, weights, heads, theta, context):
     """The weight dict as one call leaves it gives the next call the same logits."""

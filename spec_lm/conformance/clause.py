@@ -187,7 +187,8 @@ class Search:
     kind: str | None = None
     calls_to_shrink: int = 0
     reached: Counter[str] = field(default_factory=Counter)
-    first: tuple[dict[str, Any], Violation] | None = None
+    passed_over: int = 0
+    reason: NotJudged | None = None
     _seen: dict[Any, Violation | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -219,9 +220,16 @@ class Search:
         except Violation as violation:
             violation.recipes = recipes
             if self.kind is None:
-                self.kind, self.first = violation.kind, (recipes, violation)
+                self.kind = violation.kind
             return violation
+        except NotJudged as reason:
+            self.passed_over, self.reason = self.passed_over + 1, reason
         return None
+
+    @property
+    def judged(self) -> int:
+        """How many examples were judged, up to the first violation."""
+        return self.examples - self.passed_over
 
     def _observe(self, ratio: float) -> None:
         if self.kind is None and ratio > self.worst:

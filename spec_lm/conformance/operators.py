@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spec_lm.conformance.bounds import CONVENTIONS, bounded, exact_value
-from spec_lm.conformance.tolerance import Evidence, Output, Raised, Violation, close
+from spec_lm.conformance.tolerance import Evidence, NotJudged, Output, Raised, Violation, close
 
 Weights = Mapping[str, Tensor]
 
@@ -154,6 +154,64 @@ OPERATORS: dict[str, Operator] = {
 }
 
 
+# What a declared support may name, read off the plain arguments; `axes` counts all axes of the first argument.
+_MEASURES: dict[str, Callable[..., dict[str, int]]] = {
+    "linear": lambda x, weight: {"d_in": x.shape[-1], "d_out": weight.shape[0]},
+    "embedding": lambda ids, weight: {"vocab": weight.shape[0], "d_model": weight.shape[1]},
+    "rmsnorm": lambda x, *rest: {"d_model": x.shape[-1]},
+    "swiglu": lambda x, w1, *rest: {"d_model": x.shape[-1], "d_ff": w1.shape[0]},
+    "rope": lambda x, *rest: {"sequence": x.shape[-2], "d_k": x.shape[-1]},
+    "scaled_dot_product_attention": lambda q, k, v, mask=None: {
+        "queries": q.shape[-2],
+        "keys": k.shape[-2],
+        "d_k": q.shape[-1],
+        "d_v": v.shape[-1],
+    },
+    "multihead_self_attention": lambda x, q, k, v, o, heads, *rest: _stream(x, heads),
+    "multihead_self_attention_with_rope": lambda x, q, k, v, o, heads, *rest: _stream(x, heads),
+    "transformer_block": lambda x, weights, heads, *rest: _stream(x, heads),
+    "transformer_lm": lambda ids, weights, heads, *rest: {"sequence": ids.shape[-1], "heads": heads},
+}
+_SAME_AXES = {"d_head": ("d_head", "d_k", "d_v"), "sequence": ("sequence", "queries", "keys")}
+
+
+def _stream(x: Tensor, heads: int) -> dict[str, int]:
+    return {"sequence": x.shape[-2], "heads": heads, "d_model": x.shape[-1], "d_head": x.shape[-1] // heads}
+
+
+def same_axes(name: str) -> tuple[str, ...]:
+    """The axes a declared support's name stands for: a head size is d_k and d_v in attention."""
+    return _SAME_AXES.get(name, (name,))
+
+
+def nearest_supported(value: int, allowed: Any) -> int:
+    """The smallest supported size that is no smaller, else the largest there is."""
+    if isinstance(allowed, Mapping):
+        step = allowed.get("multiple_of", 1)
+        return -(-value // step) * step
+    return min((each for each in allowed if each >= value), default=max(allowed))
+
+
+def beyond_support(operator: "Operator", arguments: Sequence[Any], supports: Mapping[str, Any]) -> str:
+    """What of these arguments lies outside a declared support, in words; empty where nothing does."""
+    given = arguments[:-1] if operator.optional and arguments[-1] is None else arguments
+    measured = _MEASURES.get(operator.name, lambda *rest: {})(*given) | {"axes": given[0].ndim}
+    for name, allowed in supports.items():
+        for axis in same_axes(name):
+            if axis in measured and nearest_supported(measured[axis], allowed) != measured[axis]:
+                return f"{axis} = {measured[axis]}"
+    kind = _mask_kind(arguments[-1]) if operator.name == "scaled_dot_product_attention" else ""
+    return f"a mask of the kind {kind!r}" if kind and kind not in supports.get("mask", (kind,)) else ""
+
+
+def _mask_kind(mask: Tensor | None) -> str:
+    if mask is None:
+        return "none"
+    if bool(mask.all()):
+        return "all"
+    return "causal" if torch.equal(mask, torch.ones_like(mask).tril()) else "random"
+
+
 def fresh(value: Any, device: str = "cpu") -> Any:
     """A copy that shares no memory with the original and keeps its strides, its offset and what is expanded."""
     if isinstance(value, Tensor):
@@ -221,6 +279,7 @@ class Checked:
         conventions: declared by the implementation; the oracle follows them.
         observe: told every err/bound.
         device: where the arguments lie; outputs come back to the CPU.
+        supports: the part of the domain the implementation declares.
         handed: the copies of the last call, as the implementation left them.
     """
 
@@ -229,6 +288,7 @@ class Checked:
     conventions: Mapping[str, str] = field(default_factory=dict)
     observe: Callable[[float], None] = lambda ratio: None
     device: str = "cpu"
+    supports: Mapping[str, Any] = field(default_factory=dict)
     handed: tuple[Any, ...] = ()
 
     def __call__(self, *arguments: Any) -> Output:
@@ -237,7 +297,10 @@ class Checked:
         Raises:
             Raised: the implementation raised.
             Violation: it returned something that is not the result's type, shape, dtype or device.
+            NotJudged: the arguments lie outside the support it declares.
         """
+        if self.supports and (outside := beyond_support(self.operator, arguments, self.supports)):
+            raise NotJudged(f"it needs {outside}, which lies outside the declared support")
         self.handed = tuple(fresh(value, self.device) for value in arguments)
         result = self._called()
         self._judge(result, arguments)

@@ -30,6 +30,8 @@ from spec_lm.conformance.strategies import Domain, NotJudged, from_json, plaines
 from spec_lm.conformance.tolerance import Raised, Violation
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+# What a declared support may name: axes by name (a head size, a sequence length), how many there are, masks, dtypes.
+SUPPORTS = tuple("axes dtype mask sequence queries keys heads d_head d_k d_v d_model d_ff d_in d_out vocab".split())
 SIGNATURE = "keeps_its_signature"
 Emit = Callable[[Outcome], None]
 
@@ -58,6 +60,9 @@ class Settings:
             if choice not in CONVENTIONS.get(name, ()):
                 known = ", ".join(f"{each}={'|'.join(choices)}" for each, choices in CONVENTIONS.items())
                 raise UsageError(f"no convention is {name}={choice}; there are {known}")
+        for name in self.supports:
+            if name not in SUPPORTS:
+                raise UsageError(f"no support is named {name}{nearest(name, list(SUPPORTS))}")
         if self.examples < 1:
             raise UsageError(f"examples is {self.examples}; at least 1 must be drawn")
         if self.device != "cpu" and not torch.cuda.is_available():
@@ -220,9 +225,12 @@ class OperatorRun:
         self.settings = settings
         self.domain = Domain(operator, settings.dtype, supports=settings.supports)
         unprovided = function or (lambda *arguments: None)
-        self.checked = Checked(OPERATORS[operator], unprovided, settings.conventions, device=settings.device)
+        self.checked = Checked(
+            OPERATORS[operator], unprovided, settings.conventions, device=settings.device, supports=settings.supports
+        )
         self.absent = "not provided" if function is None else why_absent(self.domain, self.checked)
-        self.lost = ""
+        dtypes = settings.supports.get("dtype", (settings.dtype,))
+        self.lost = "" if settings.dtype in dtypes else f"its declared support has no {settings.dtype}"
 
     def outcome(self, clause: Clause) -> Outcome:
         """Run a clause, on what the clauses before it left of the domain."""
@@ -324,7 +332,9 @@ def _searched(
 
 
 def _judged(clause: Clause, search: Search, violation: Violation | None) -> Outcome:
-    seen = {"examples": search.examples, "worst": search.worst, "reached": dict(search.reached)}
+    if search.reason is not None and search.judged <= 0 and violation is None:
+        raise search.reason
+    seen = {"examples": search.judged, "worst": search.worst, "reached": dict(search.reached)}
     if violation is None:
         return replace(_outcome(clause, "holds", ""), **seen)
     recipes = violation.recipes or {}

@@ -22,6 +22,9 @@ from hypothesis import HealthCheck, Phase
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
+from spec_lm.conformance.operators import nearest_supported, same_axes
+from spec_lm.conformance.tolerance import NotJudged
+
 # --------------------------------------------------------------------------------------------------------------- sizes
 
 
@@ -135,10 +138,6 @@ CASES: dict[str, dict[str, Callable[[Size], bool]]] = {
 }
 
 
-class NotJudged(Exception):
-    """A clause cannot be judged here; the text is the reason a report gives."""
-
-
 Where = Callable[[Size], bool]
 
 
@@ -177,7 +176,7 @@ class Domain:
     @cached_property
     def rows(self) -> list[Size]:
         """The sizes left to draw from, simplest first."""
-        rows = [size for size in SIZES[self.operator] if self._takes(size)]
+        rows = [size for size in _fitted_table(self.operator, self.supports) if self._takes(size)]
         if self.where is PLAINEST:
             return rows[:1]
         return [row for row in rows if self.case is None or self.case(row)]
@@ -199,20 +198,32 @@ class Domain:
             return False
         if f"{len(size.batch)} leading axes" in self.without:
             return False
-        return all(_supported(size, name, allowed) for name, allowed in self.supports.items())
-
-
-def _supported(size: Size, name: str, allowed: Any) -> bool:
-    value = _axes_of(size) if name == "axes" else vars(size).get(name)
-    if value is None or isinstance(value, tuple):
         return True
-    if isinstance(allowed, Mapping):
-        return value % allowed.get("multiple_of", 1) == 0
-    return value in allowed
 
 
-def _axes_of(size: Size) -> int:
-    return len(size.batch) + 2
+def _fitted_table(operator: str, supports: Mapping[str, Any]) -> list[Size]:
+    """The operator's sizes, each axis moved to the nearest that is supported; those that coincide stand once."""
+    fitted = [_fitted(size, supports) for size in SIZES[operator]]
+    return [size for number, size in enumerate(fitted) if size not in fitted[:number]]
+
+
+def _fitted(size: Size, supports: Mapping[str, Any]) -> Size:
+    moved = dict(vars(size))
+    for name, allowed in supports.items():
+        if name == "axes" and "batch" in moved:
+            moved["batch"] = _with_axes(moved["batch"], [axes - 2 for axes in allowed])
+        for axis in same_axes(name):
+            if isinstance(moved.get(axis), int):
+                moved[axis] = nearest_supported(moved[axis], allowed)
+    if "heads" in moved and "d_head" in moved:
+        moved["d_model"] = moved["heads"] * moved["d_head"]
+    return Size(**moved)
+
+
+def _with_axes(batch: tuple[int, ...], counts: list[int]) -> tuple[int, ...]:
+    """The leading axes, of the nearest supported number: axes of one added in front, or the first ones left out."""
+    count = min(counts, key=lambda n: abs(n - len(batch)))
+    return (1,) * (count - len(batch)) + batch[max(0, len(batch) - count) :]
 
 
 # ------------------------------------------------------------------------------------------------------------- regimes

@@ -32,6 +32,10 @@ class Evidence:
     ordered: bool = False
 
 
+class NotJudged(Exception):
+    """A clause cannot be judged here; the text is the reason a report gives."""
+
+
 class Violation(AssertionError):
     """An implementation broke a clause.
 

@@ -113,7 +113,8 @@ def check_in_workers(
 
 
 def _launch(job: Job) -> Future:
-    return cast(Future, concurrent.process(context=_context(), daemon=True)(job.run)())
+    in_child = cast(Any, concurrent.process)(context=_context(), daemon=True)
+    return in_child(job.run)()
 
 
 def _in_order(work: list[Job], jobs: int) -> Iterator[Outcome]:

@@ -451,21 +451,23 @@ def weights_popped(x, weights, num_heads, theta, max_seq_len):
     return functional.transformer_block(x, taken, num_heads, theta, max_seq_len)
 
 
-_LAST: dict[str, Any] = {}
+_READY: dict[Any, Any] = {}
 
 
 @fault(
     BLOCK,
-    does="the block made for the call before is used again where the sizes are the same, with its weights and theta",
+    does="the block made for one call serves the next of the same sizes too, with its own weights and theta",
     detected_by="has_no_memory",
     mistake="The cache's key holds the sizes only.",
     report="open-mmlab/mmcv#1418",
 )
 def cached_by_sizes_alone(x, weights, num_heads, theta, max_seq_len):
     sizes = (*x.shape, len(weights["ffn.w1.weight"]), num_heads, x.dtype)
-    if _LAST.get("sizes") != sizes:
-        _LAST.update(sizes=sizes, weights=weights, theta=theta)
-    return functional.transformer_block(x, _LAST["weights"], num_heads, _LAST["theta"], max_seq_len)
+    made: Any = _READY.pop(sizes, None)
+    if made is None:
+        _READY.clear()
+        made = _READY[sizes] = (weights, num_heads, theta)
+    return functional.transformer_block(x, *made, max_seq_len)
 
 
 @fault(

@@ -462,20 +462,22 @@ def batch_joined_into_one_sequence(token_ids, weights, num_heads, theta, context
     return scored(streamed(token_ids, weights, num_heads, theta, context_length, block=block), weights)
 
 
-_LAST: dict[str, Any] = {}
+_READY: dict[Any, Any] = {}
 
 
 @fault(
     LM,
-    does="the model made for the call before is used again where the sizes are the same, with its weights and theta",
+    does="the model made for one call serves the next of the same sizes too, with its own weights and theta",
     detected_by="has_no_memory",
     mistake="The cache's key holds the sizes only.",
 )
 def cached_by_sizes_alone(token_ids, weights, num_heads, theta, context_length):
     sizes = (*token_ids.shape, *weights[EMBEDDING].shape, len(weights), num_heads, weights[HEAD].dtype)
-    if _LAST.get("sizes") != sizes:
-        _LAST.update(sizes=sizes, weights=weights, theta=theta)
-    return functional.transformer_lm(token_ids, _LAST["weights"], num_heads, _LAST["theta"], context_length)
+    made: Any = _READY.pop(sizes, None)
+    if made is None:
+        _READY.clear()
+        made = _READY[sizes] = (weights, num_heads, theta)
+    return functional.transformer_lm(token_ids, *made, context_length)
 
 
 @fault(
