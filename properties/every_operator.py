@@ -46,7 +46,7 @@ def keeps_its_signature(operator, arguments):
 
 @clause(EVERY, given(arguments=arguments()), catches="any deviation from the equation", source=SOURCE)
 def agrees_with_the_oracle(operator, arguments):
-    """The result is the equation's value, evaluated in float64 on the same inputs, within the derived rounding error."""
+    """The result is the equation's value, in float64 on the same inputs, within the derived rounding error."""
     close(operator(*arguments), operator.exact(*arguments))
 
 

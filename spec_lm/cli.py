@@ -101,7 +101,7 @@ def check(
         int | None, typer.Option(min=1, help="Operators checked at a time; by default one a core, at most 4.")
     ] = None,
     in_process: Annotated[
-        bool, typer.Option("--in-process", help="Check in this process, for debuggers; by default each operator has its own.")
+        bool, typer.Option("--in-process", help="Check in this process, for debuggers; else each operator has its own.")
     ] = False,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write every outcome, as it comes, as JSON Lines.")

@@ -9,7 +9,7 @@ from spec_lm.conformance.runner import UsageError
 
 
 def narrow_kernel(query, key, value, mask=None):
-    """Takes what a fast kernel takes: four axes, head size 64, causal or no mask, a sequence that is a multiple of 16."""
+    """Takes what a fast kernel takes: four axes, head size 64, causal or no mask, lengths that are multiples of 16."""
     lengths = {query.shape[-2], key.shape[-2]}
     if query.ndim != 4 or {query.shape[-1], value.shape[-1]} != {64} or any(n % 16 for n in lengths):
         raise RuntimeError("shape not supported")
@@ -31,9 +31,7 @@ SUPPORTS = {
 
 @pytest.mark.parametrize("level", ["must", "should"])
 def test_a_narrow_kernel_passes_and_the_rest_is_not_judged_and_counted(level):
-    report = spec_lm.check(
-        {"scaled_dot_product_attention": narrow_kernel}, supports=SUPPORTS, level=level, examples=10
-    )
+    report = spec_lm.check({"scaled_dot_product_attention": narrow_kernel}, supports=SUPPORTS, level=level, examples=10)
     judged = [outcome for outcome in report if outcome.outcome != "absent"]
     assert {outcome.outcome for outcome in judged} == {"holds", "not_judged"}, report.of("fails", "error")
     assert report.counts["holds"] >= 10

@@ -80,7 +80,8 @@ def exact_value(operator: str, args: tuple[Any, ...], conventions: Mapping[str, 
     """Give the oracle's value of an operator under the declared conventions, without its bound."""
     arithmetic = _arithmetic("float64", tuple(conventions.items()))
     with np.errstate(all="ignore"):
-        return getattr(oracle, operator)(*args, **{key: getattr(arithmetic, key) for key in _DECLARED.get(operator, ())})
+        declared = {key: getattr(arithmetic, key) for key in _DECLARED.get(operator, ())}
+        return getattr(oracle, operator)(*args, **declared)
 
 
 @dataclass(frozen=True)

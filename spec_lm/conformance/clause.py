@@ -287,7 +287,7 @@ def load_specification() -> None:
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """"; did you mean ..." where something known is near, for the end of an error."""
+    """ "; did you mean ..." where something known is near, for the end of an error."""
     matches = get_close_matches(word, known, n=1, cutoff=0.5)
     return f"; did you mean {matches[0]}?" if matches else ""
 

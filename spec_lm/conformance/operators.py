@@ -141,9 +141,7 @@ OPERATORS: dict[str, Operator] = {
             _run_mha_with_rope,
             optional=("positions",),
         ),
-        Operator(
-            "transformer_block", ("x", "weights", "num_heads", "theta", "max_seq_len"), _like_first, _run_block
-        ),
+        Operator("transformer_block", ("x", "weights", "num_heads", "theta", "max_seq_len"), _like_first, _run_block),
         Operator(
             "transformer_lm",
             ("token_ids", "weights", "num_heads", "theta", "context_length"),
@@ -270,8 +268,8 @@ def result_dtype(arguments: Sequence[Any]) -> torch.dtype:
 class Checked:
     """An implementation's operator as a clause calls it.
 
-    Each call hands over fresh copies; what is raised becomes a violation; the result's type, shape, dtype and device are
-    judged before its values; and the output carries the error its operator may have on those inputs.
+    Each call hands over fresh copies; what is raised becomes a violation; the result's type, shape, dtype and device
+    are judged before its values; and the output carries the error its operator may have on those inputs.
 
     Args:
         operator: which one.

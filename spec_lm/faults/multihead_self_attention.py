@@ -247,7 +247,8 @@ def values_from_keys(x, w_q, w_k, w_v, w_o, num_heads):
 )
 def stacked_projection_read_by_head(x, w_q, w_k, w_v, w_o, num_heads):
     by_head = torch.cat((w_q, w_k, w_v)).unflatten(0, (num_heads, 3, -1))
-    return _attend(x, *(by_head[:, i].flatten(0, 1) for i in range(3)), w_o, num_heads)
+    w_q, w_k, w_v = (by_head[:, i].flatten(0, 1) for i in range(3))
+    return _attend(x, w_q, w_k, w_v, w_o, num_heads)
 
 
 @fault(
@@ -278,8 +279,8 @@ def no_output_projection(x, w_q, w_k, w_v, w_o, num_heads):
     mistake="A cast for speed is left in.",
 )
 def attends_in_bfloat16(x, w_q, w_k, w_v, w_o, num_heads):
-    short = (each.bfloat16() for each in (x, w_q, w_k, w_v, w_o))
-    return _attend(*short, num_heads).to(x.dtype)
+    w_q, w_k, w_v, w_o = (each.bfloat16() for each in (w_q, w_k, w_v, w_o))
+    return _attend(x.bfloat16(), w_q, w_k, w_v, w_o, num_heads).to(x.dtype)
 
 
 # ------------------------------------------------------------------------------------------- signature and side effects

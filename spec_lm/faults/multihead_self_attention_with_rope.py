@@ -305,8 +305,10 @@ def reshapes_to_three_axes(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len,
     mistake="A product with a float64 table is float64, and so is all that follows.",
 )
 def returns_the_dtype_of_the_table(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len, positions=None):
-    wide = (each.double() for each in (x, w_q, w_k, w_v, w_o))
-    return functional.multihead_self_attention_with_rope(*wide, num_heads, theta, max_seq_len, positions)
+    x, w_q, w_k, w_v, w_o = (each.double() for each in (x, w_q, w_k, w_v, w_o))
+    return functional.multihead_self_attention_with_rope(
+        x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len, positions
+    )
 
 
 @fault(

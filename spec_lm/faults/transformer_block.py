@@ -463,11 +463,11 @@ _READY: dict[Any, Any] = {}
 )
 def cached_by_sizes_alone(x, weights, num_heads, theta, max_seq_len):
     sizes = (*x.shape, len(weights["ffn.w1.weight"]), num_heads, x.dtype)
-    made: Any = _READY.pop(sizes, None)
+    made = _READY.pop(sizes, None)
     if made is None:
         _READY.clear()
-        made = _READY[sizes] = (weights, num_heads, theta)
-    return functional.transformer_block(x, *made, max_seq_len)
+        made = _READY[sizes] = {"weights": weights, "theta": theta}
+    return functional.transformer_block(x, num_heads=num_heads, max_seq_len=max_seq_len, **made)
 
 
 @fault(

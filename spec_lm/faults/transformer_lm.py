@@ -473,11 +473,11 @@ _READY: dict[Any, Any] = {}
 )
 def cached_by_sizes_alone(token_ids, weights, num_heads, theta, context_length):
     sizes = (*token_ids.shape, *weights[EMBEDDING].shape, len(weights), num_heads, weights[HEAD].dtype)
-    made: Any = _READY.pop(sizes, None)
+    made = _READY.pop(sizes, None)
     if made is None:
         _READY.clear()
-        made = _READY[sizes] = (weights, num_heads, theta)
-    return functional.transformer_lm(token_ids, *made, context_length)
+        made = _READY[sizes] = {"weights": weights, "theta": theta}
+    return functional.transformer_lm(token_ids, num_heads=num_heads, context_length=context_length, **made)
 
 
 @fault(

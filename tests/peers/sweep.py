@@ -65,7 +65,8 @@ def main() -> int:
             wrong = [outcome for outcome in outcomes if outcome.outcome in ("fails", "error")]
             worst = max(outcomes, key=lambda outcome: outcome.worst)
             held = sum(outcome.outcome == "holds" for outcome in outcomes)
-            print(f"{peer.name:<22} {dtype:<9} {held} hold, {len(wrong)} fail; worst {worst.worst:.2f} ({worst.clause})")
+            counts = f"{held} hold, {len(wrong)} fail"
+            print(f"{peer.name:<22} {dtype:<9} {counts}; worst {worst.worst:.2f} ({worst.clause})")
             for outcome in wrong:
                 print(failure_text(outcome))
             failures += len(wrong)

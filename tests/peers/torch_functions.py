@@ -53,9 +53,9 @@ def _attend(x, w_q, w_k, w_v, w_o, num_heads, rotate):
 
 
 def transformer_block(x, weights, num_heads, theta, max_seq_len):
-    projections = [weights[f"attn.{name}_proj.weight"] for name in ("q", "k", "v", "output")]
+    q, k, v, o = (weights[f"attn.{name}_proj.weight"] for name in ("q", "k", "v", "output"))
     normed = rmsnorm(x, weights["ln1.weight"], 1e-5)
-    x = x + multihead_self_attention_with_rope(normed, *projections, num_heads, theta, max_seq_len)
+    x = x + multihead_self_attention_with_rope(normed, q, k, v, o, num_heads, theta, max_seq_len)
     return x + swiglu(rmsnorm(x, weights["ln2.weight"], 1e-5), *(weights[f"ffn.w{i}.weight"] for i in (1, 2, 3)))
 
 
