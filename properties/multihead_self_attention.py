@@ -10,6 +10,7 @@ from spec_lm.conformance.clause import clause, given
 from spec_lm.conformance.strategies import (
     MODERATE,
     NONZERO,
+    WEIGHTS,
     NotJudged,
     arguments,
     index_of,
@@ -142,15 +143,16 @@ def the_first_token_gives_its_projected_value(attend, x, w, num_heads):
 
 @clause(
     ATTENTION,
-    given(**_CALL),
+    given(x=tensors(_TOKENS, MODERATE), w_k=tensors("d_model d_model", WEIGHTS), num_heads=size("heads")),
+    cases={"one head": lambda s: s.heads == 1, "several heads": _several_heads},
     catches="heads split or merged without exchanging the axes of head and token",
     source=SOURCE,
 )
-def head_split_round_trip(attend, x, w, num_heads):
+def head_split_round_trip(attend, x, w_k, num_heads):
     """Splitting into heads and merging them are inverse: with W_V = W_O = I a lone token comes back bit for bit, for
     every number of heads, and with W_Q = 0 too token t becomes the mean of the tokens up to it."""
     identity = torch.eye(x.shape[-1], dtype=x.dtype)
-    output = attend(x, w.q * 0, w.k, identity, identity, num_heads)
+    output = attend(x, w_k * 0, w_k, identity, identity, num_heads)
     bit_equal(output[..., 0, :], x[..., 0, :], says="the first token, which sees itself alone, does not come back")
     close(output, _running_means(x), says="a token does not become the mean of the tokens up to it")
 

@@ -154,6 +154,8 @@ OPERATORS: dict[str, Operator] = {
 
 # What a declared support may name, read off the plain arguments; `axes` counts all axes of the first argument.
 _MEASURES: dict[str, Callable[..., dict[str, int]]] = {
+    "softmax": lambda x, dim: {"n": x.shape[-1]},
+    "silu": lambda x: {"n": x.shape[-1]},
     "linear": lambda x, weight: {"d_in": x.shape[-1], "d_out": weight.shape[0]},
     "embedding": lambda ids, weight: {"vocab": weight.shape[0], "d_model": weight.shape[1]},
     "rmsnorm": lambda x, *rest: {"d_model": x.shape[-1]},

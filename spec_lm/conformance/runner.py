@@ -32,7 +32,7 @@ from spec_lm.conformance.tolerance import Raised, Violation
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 # What a declared support may name: axes by name (a head size, a sequence length), how many there are, masks, dtypes.
 SUPPORTS = ("axes", "dtype", "mask", "sequence", "queries", "keys", "heads", "d_head", "d_k", "d_v")
-SUPPORTS += ("d_model", "d_ff", "d_in", "d_out", "vocab")
+SUPPORTS += ("n", "d_model", "d_ff", "d_in", "d_out", "vocab")
 SIGNATURE = "keeps_its_signature"
 Emit = Callable[[Outcome], None]
 

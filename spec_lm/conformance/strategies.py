@@ -569,8 +569,7 @@ def tensors(axes: str, regimes: Iterable[str] = GENERAL, layouts: Iterable[str] 
         def recipe(size: Size, regime: str, seed: int, layout: str) -> TensorRecipe:
             return TensorRecipe(size.axes(axes), regime, _stream(name, seed), domain.dtype, layout)
 
-        layout = st.sampled_from(layouts) if len(layouts) > 1 else st.just(layouts[0])
-        return st.builds(recipe, domain.sizes, st.sampled_from(regimes), SEEDS, layout)
+        return st.builds(recipe, domain.sizes, st.sampled_from(regimes), SEEDS, st.sampled_from(layouts))
 
     return draw
 
@@ -768,7 +767,8 @@ def plainest(domain: Domain) -> ArgumentsRecipe:
     Raises:
         NotJudged: the domain is empty.
     """
+    unchecked: Any = tuple(HealthCheck)
     settings = hypothesis.settings(
-        database=None, deadline=None, max_examples=1, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+        database=None, deadline=None, max_examples=1, phases=[Phase.generate], suppress_health_check=unchecked
     )
     return hypothesis.find(arguments()(domain, "arguments"), lambda found: True, settings=settings)

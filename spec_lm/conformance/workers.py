@@ -6,6 +6,7 @@ fork, it is a new process).
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -54,6 +55,7 @@ class Job:
 
     def run(self) -> tuple[dict[str, Any], list[Outcome]]:
         """The header, and the outcomes in their order."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's, which then ends this process
         from spec_lm.conformance.clause import CLAUSES
         from spec_lm.conformance.implementation import loaded
         from spec_lm.conformance.runner import header_of, preserved, run_operator
@@ -147,7 +149,10 @@ def _outcomes(job: Job, future: Future) -> list[Outcome]:
     try:
         return future.result()[1]
     except ProcessExpired as death:
-        return [_lost(clause_id, f"its process ended with exit code {death.exitcode}") for clause_id in job.clauses]
+        why = f"its process ended with exit code {death.exitcode}"
+    except (KeyboardInterrupt, SystemExit) as raised:  # by the implementation: the child itself is not interrupted
+        why = f"it raised {type(raised).__name__} outside a call"
+    return [_lost(clause_id, why) for clause_id in job.clauses]
 
 
 def _lost(clause_id: str, why: str) -> Outcome:

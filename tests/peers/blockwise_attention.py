@@ -15,6 +15,12 @@ def softmax(x, dim):
     return (powers * powers.sum(dim, keepdim=True).reciprocal()).to(x.dtype)
 
 
+def silu(x):
+    """x / (1 + exp2(-x log2(e))), the same way."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide / (1 + torch.exp2(wide * -math.log2(math.e)))).to(x.dtype)
+
+
 def scaled_dot_product_attention(query, key, value, mask=None):
     wide = torch.promote_types(query.dtype, torch.float32)
     scaled, keys, values = query.to(wide) * query.shape[-1] ** -0.5, key.to(wide), value.to(wide)

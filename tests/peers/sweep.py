@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import spec_lm
+from spec_lm.conformance.clause import Level
 from spec_lm.conformance.display import failure_text
 from spec_lm.conformance.report import Outcome
 
@@ -22,7 +23,7 @@ class Peer:
 
     name: str
     dtypes: tuple[str, ...] = ALL
-    level: str = "must"
+    level: Level = "must"
 
     def check(self, dtype: str, seed: int, examples: int) -> spec_lm.Report:
         """Check it once."""
