@@ -41,6 +41,7 @@ def renumbering_the_vocabulary_changes_nothing(embedding, ids, weight):
     "embedding",
     given(**_IDS, **_W, beyond=one_of(0, 1, 5, 90), at=one_of(0, 1, 2, 3)),
     catches="ids clamped, wrapped around, or given zeros",
+    enough=20,
     source="adapter interface, ids",
 )
 def ids_outside_are_refused(embedding, ids, weight, beyond, at):

@@ -65,6 +65,7 @@ def does_not_change_its_arguments(operator, arguments):
 @clause(
     EVERY,
     given(arguments=arguments(), variant=arguments(), other=arguments("other sizes")),
+    enough=25,
     catches="a cache that forgets theta, a size or a weight",
     source=SOURCE,
 )

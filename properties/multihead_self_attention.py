@@ -248,6 +248,7 @@ def one_head_equals_plain_causal_attention(attend, x, w, num_heads):
     given(arguments=arguments()),
     cases={},
     catches="a head size that is rounded down, or heads of unequal size",
+    enough=20,
     source=f"{SOURCE}, d_k = d_model / h",
 )
 def refuses_a_number_of_heads_that_does_not_divide(attend, arguments):

@@ -120,6 +120,7 @@ def causality_goes_by_index(attend, x, w, num_heads, theta, max_seq_len, positio
     ATTENTION,
     given(**_CALL, positions=positions()),
     catches="a position beyond the table is wrapped, clamped or computed on the fly",
+    enough=20,
     source=f"{INTERFACE}, max_seq_len",
     cases={},
 )
@@ -211,6 +212,7 @@ def differs_from_attention_without_rope(attend, x, w, num_heads, theta, max_seq_
     given(**_CALL, positions=positions()),
     cases={},
     catches="a feature without a partner is dropped or passed through",
+    enough=20,
     source=f"{INTERFACE}, d_k",
 )
 def refuses_an_odd_head_size(attend, x, w, num_heads, theta, max_seq_len, positions):

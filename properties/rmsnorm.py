@@ -132,6 +132,8 @@ def signs_are_kept(rmsnorm, x, gain, eps):
 def large_inputs_are_normalized(rmsnorm, x, eps):
     """Inputs up to 1e17 and beyond, whose squares float32 can hold, are normalized like any others."""
     _rms_is_one(rmsnorm, x, eps)
+    gain = torch.ones_like(x[(0,) * (x.ndim - 1)])
+    close(rmsnorm(x, gain, eps), rmsnorm.exact(x, gain, eps), says="the direction of a large input is changed")
 
 
 @clause(

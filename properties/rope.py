@@ -193,6 +193,7 @@ def positions_may_differ_between_examples(rope, x, positions, theta, max_seq_len
     given(**_X, positions=positions(), **_TABLE),
     cases={},
     catches="a feature without a partner is dropped or passed through",
+    enough=20,
     source=f"{INTERFACE}, d_k",
 )
 def refuses_an_odd_size(rope, x, positions, theta, max_seq_len):
@@ -206,6 +207,7 @@ def refuses_an_odd_size(rope, x, positions, theta, max_seq_len):
     given(**_X, positions=positions(), **_TABLE),
     cases={},
     catches="a position beyond the table is wrapped, clamped or computed on the fly",
+    enough=20,
     source=f"{INTERFACE}, max_seq_len",
 )
 def refuses_a_position_outside_max_seq_len(rope, x, positions, theta, max_seq_len):

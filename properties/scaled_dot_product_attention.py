@@ -214,6 +214,7 @@ def zero_queries_average_the_visible_values(attention, q, k, v, mask):
     ATTENTION,
     given(k=_QK["k"], q=tensors("*batch queries d_k", ("zeros",)), v=_QKV["v"], mask=masks(_OPEN)),
     where=lambda s: s.queries > 1 and s.keys > 1,
+    cases={"queries == keys > 4": lambda s: s.queries == s.keys > 4, "queries == keys": lambda s: s.queries == s.keys},
     catches="a causal mask that nobody asked for",
     source=MASKING,
 )

@@ -255,6 +255,7 @@ def prefix_gives_the_first_logits(lm, ids, weights, heads, theta, context, cut):
     where=_several_tokens,
     cases={},
     catches="over-long input is truncated, or gets positions beyond the table",
+    enough=20,
     source=SOURCE,
 )
 def over_long_input_is_refused(lm, ids, weights, heads, theta, cut):

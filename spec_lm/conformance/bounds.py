@@ -160,13 +160,15 @@ def _softmax(a: _Arithmetic, s: np.ndarray, s_error: np.ndarray | None = None) -
     """Every score may move by D = E(s) + u (2|s| + (max - s) + ln Z + 2), p_i most when the others move against it.
 
     up_i = p_i e^D_i / (p_i e^D_i + sum_{j != i} p_j e^-D_j), and lo_i with the signs of D swapped;
-    E = max(up - p, p - lo) + p ((n + 1) v + 2u)(1 + min(D, 10)) + eta, and 0 where the score is -inf.
+    E = max(up - p, p - lo) + p ((n + 1) v + 2u)(1 + min(D, 10)) + p v |max + ln Z| + eta; 0 where the score is
+    -inf. exp(s - logsumexp(s)) rounds max + ln Z, and so moves a whole slice alike.
     """
     n = s.shape[-1]
     if s.size == 0:
         return _Near(s, s)
     hidden = np.isneginf(s)
-    shifted = s - s.max(-1, keepdims=True)
+    largest = s.max(-1, keepdims=True)
+    shifted = s - largest
     exponentials = np.exp(shifted)
     total = exponentials.sum(-1, keepdims=True)
     log_total = np.log(total)
@@ -184,6 +186,7 @@ def _softmax(a: _Arithmetic, s: np.ndarray, s_error: np.ndarray | None = None) -
     up = np.exp(log_up) * -np.expm1(log_p - log_up)
     lo = p * -np.expm1(log_lo - log_p)
     error = np.maximum(up, lo) + ((n + 1) * a.v + 2 * a.u) * p * (1 + np.minimum(drift, _DRIFT_CAP)) + a.eta
+    error += p * a.v * np.abs(largest + log_total)
     if some_hidden:
         error[hidden] = 0
     return _Near(p, error)
@@ -263,7 +266,7 @@ def _rmsnorm(a: _Arithmetic, x: np.ndarray, gain: np.ndarray, eps: float) -> _Ne
 
 
 def _silu(a: _Arithmetic, x: np.ndarray, x_error: np.ndarray | None = None) -> _Near:
-    """|silu'(x)| E(x) + |y|(4u + 4v + 2v |x| (1 - sigmoid(x))) + eta (1 + |x|): relative to y, on its negative tail too.
+    """|silu'(x)| E(x) + |y|(4u + 4v + 2v |x| (1 - sigmoid(x))) + eta (1 + |x|): relative to y everywhere.
 
     The first term, or how far silu moves within E(x) where that is more: bfloat16 rounds -64.2 to -64, and e^x by 28%.
     exp2(-x log2(e)) in place of exp(-x) rounds log2(e) and the product: the sigmoid moves by 2v |x| (1 - sigmoid(x)).

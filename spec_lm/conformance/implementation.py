@@ -114,13 +114,15 @@ def _name_of(thing: Any) -> str:
 
 
 def _is_path(spec: str) -> bool:
-    return "=" not in spec and (spec.endswith(".py") or "/" in spec or "\\" in spec)
+    return "=" not in spec and (spec.endswith(".py") or "/" in spec or "\\" in spec or Path(spec).is_dir())
 
 
 def _existing(spec: str | Path) -> Path:
     path = Path(spec).expanduser()
-    if path.is_dir() and (path / "adapters.py").is_file():
+    if path.is_dir():
         path = path / "adapters.py"
+        if not path.is_file():
+            raise ImplementationError(f"the folder {spec} has no adapters.py; give the path of the file to check")
     if not path.is_file():
         raise ImplementationError(f"there is no file {spec}; give the path of a Python file, seen from {Path.cwd()}")
     return path.resolve()
@@ -143,6 +145,8 @@ def _from_pairs(pairs: list[str]) -> Implementation:
 
 def _resolve(target: str) -> Any:
     """The module, or "module:attribute", that text names."""
+    if not target.strip(": "):
+        raise ImplementationError("an implementation has no name; give a path, a module or operator=module:function")
     module_name, _, attribute = target.partition(":")
     thing = _import(lambda: importlib.import_module(module_name), target)
     for part in filter(None, attribute.split(".")):

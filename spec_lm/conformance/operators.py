@@ -1,5 +1,6 @@
 """The twelve operators: how each is called, what it returns, and an implementation's operator as a clause sees it."""
 
+import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -357,9 +358,9 @@ class Checked:
         given = self.handed[:-1] if self.operator.optional and self.handed[-1] is None else self.handed
         try:
             return self.function(*given)
-        except KeyboardInterrupt:
-            raise
         except BaseException as exception:
+            if isinstance(exception, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+                raise  # the user's; in a process that ignores interrupts it is the implementation's
             raise Raised(exception, _where(exception)) from exception
 
     def _judge(self, result: Any, arguments: tuple[Any, ...]) -> None:

@@ -118,7 +118,7 @@ def check(
     """
     settings = Settings(examples, seed, dtype, device, conventions or {}, supports or {})
     chosen = select(operators, clauses, level)
-    required = known_operators(require, also=("all",))
+    required = required_of(require, chosen)
     collected: list[Outcome] = []
 
     def emit(outcome: Outcome) -> None:
@@ -147,9 +147,26 @@ def select(operators: Iterable[str] | None, clauses: Iterable[str] | None, level
     for clause_id in ids:
         known_clause(clause_id)
     if ids:
-        return [CLAUSES[clause_id] for clause_id in ids if not wanted or CLAUSES[clause_id].operator in wanted]
+        both = [CLAUSES[clause_id] for clause_id in ids if not wanted or CLAUSES[clause_id].operator in wanted]
+        if not both:
+            raise UsageError(f"none of the clauses {', '.join(ids)} is about {', '.join(wanted)}")
+        return both
     levels = ("must",) if level == "must" else ("must", "should")
     return [c for c in CLAUSES.values() if c.level in levels and (not wanted or c.operator in wanted)]
+
+
+def required_of(names: Iterable[str], chosen: list[Clause]) -> tuple[str, ...]:
+    """The operators that must be provided ("all": every one that is checked).
+
+    Raises:
+        UsageError: an unknown operator, or one that is not checked.
+    """
+    required = known_operators(names, also=("all",))
+    checked = dict.fromkeys(clause.operator for clause in chosen)
+    for name in required:
+        if name != "all" and name not in checked:
+            raise UsageError(f"{name} is required, but only {', '.join(checked)} is checked; leave one of the two out")
+    return required
 
 
 def known_clause(clause_id: str) -> Clause:
@@ -278,6 +295,8 @@ def run_clause(clause: Clause, checked: Checked, domain: Domain, settings: Setti
     except Exception:
         outcome = _outcome(clause, "error", f"the clause itself failed:\n{traceback.format_exc()}")
     lacking = frozenset(case or clause.feature for case in violations) if clause.feature else frozenset()
+    if len(lacking) == len(clause.cases):  # wrong in every case is no lack of one: the rest is judged all the same
+        lacking = frozenset()
     return replace(outcome, seconds=round(time.perf_counter() - started, 4)), lacking
 
 

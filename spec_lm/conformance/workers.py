@@ -55,7 +55,7 @@ class Job:
 
     def run(self) -> tuple[dict[str, Any], list[Outcome]]:
         """The header, and the outcomes in their order."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's, which then ends this process
+        _keep_to_itself(silent=bool(self.operator))
         from spec_lm.conformance.clause import CLAUSES
         from spec_lm.conformance.implementation import loaded
         from spec_lm.conformance.runner import header_of, preserved, run_operator
@@ -68,6 +68,16 @@ class Job:
                 chosen = [CLAUSES[clause_id] for clause_id in self.clauses]
                 run_operator(self.operator, chosen, subject.functions.get(self.operator), settings, outcomes.append)
         return header, outcomes
+
+
+def _keep_to_itself(silent: bool) -> None:
+    """What the process prints, below Python too, does not reach the parent's stdout; an interrupt is the parent's."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere if silent else 2, 1)
+    if silent:
+        os.dup2(nowhere, 2)
+    os.close(nowhere)
 
 
 def check_in_workers(
@@ -97,11 +107,11 @@ def check_in_workers(
         ImplementationError: the implementation cannot be loaded.
         UsageError: an unknown operator, clause, level, dtype or device.
     """
-    from spec_lm.conformance.runner import Settings, by_operator, known_operators, select
+    from spec_lm.conformance.runner import Settings, by_operator, required_of, select
 
     settings = Settings(examples, seed, dtype, device, conventions or {}, supports or {})
     chosen = select(operators, clauses, level)
-    required = known_operators(require, also=("all",))
+    required = required_of(require, chosen)
     header, _ = _launch(Job(implementation, settings, level)).result()
     header |= {"clauses": len(chosen), "required": list(required)}
     on_start(header)

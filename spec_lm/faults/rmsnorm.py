@@ -338,3 +338,13 @@ def gain_kept_by_size(x, gain, eps):
 def batch_statistics(x, gain, eps):
     mean_square = _mean_square(x)
     return x / (0.9 * mean_square + 0.1 * mean_square.mean() + eps).sqrt() * gain
+
+
+@fault(
+    "rmsnorm",
+    does="clamps its input to 1e4",
+    detected_by="large_inputs_are_normalized",
+    mistake="A guard against overflow changes the direction of what it guards.",
+)
+def clamps_large_inputs(x, gain, eps):
+    return functional.rmsnorm(x.clamp(-1e4, 1e4), gain, eps)

@@ -730,3 +730,16 @@ def batch_statistic(query, key, value, mask=None):
     scores = _scores(query, key)
     scores[..., 0] += key.mean()
     return _filled(scores, mask, -torch.inf).softmax(-1) @ value
+
+
+@fault(
+    "scaled_dot_product_attention",
+    does="is causal where there is no mask and more than four queries meet as many keys",
+    detected_by="sees_every_key_unless_masked",
+    mistake="A kernel is chosen by shape, and its default is causal.",
+)
+def causal_for_long_squares(query, key, value, mask=None):
+    queries, keys = query.shape[-2], key.shape[-2]
+    if mask is None and queries == keys > 4:
+        mask = functional.causal_mask(queries)
+    return functional.scaled_dot_product_attention(query, key, value, mask)

@@ -27,13 +27,21 @@ def test_the_report_is_that_of_one_process(write, jobs):
     assert tuple(seen) == report.outcomes
 
 
-@pytest.mark.parametrize("end", ["import os; os._exit(3)", "import os; os.abort()", "raise KeyboardInterrupt"])
+@pytest.mark.parametrize("end", ["import os; os._exit(3)", "import os; os.abort()"])
 def test_an_operator_that_ends_its_process_is_an_error_and_the_others_hold(write, end):
     path = str(write("adapters.py", GOOD + f"def silu(x):\n    {end}\n"))
     report = check_in_workers(path, jobs=2, clauses=CLAUSES, examples=5)
     assert {o.operator: o.outcome for o in report} == {"softmax": "holds", "silu": "error", "linear": "holds"}
     assert report["silu.agrees_with_the_oracle"].message.startswith("it")
     assert report.exit_code == 2
+
+
+def test_what_an_operator_raises_or_prints_stays_with_it(write, capfd):
+    """Even KeyboardInterrupt, and even what is written below sys.stdout."""
+    loud = GOOD + "def silu(x):\n    import os\n    os.write(1, b'loud')\n    raise KeyboardInterrupt\n"
+    report = check_in_workers(str(write("loud.py", loud)), jobs=2, clauses=CLAUSES, examples=2)
+    assert {o.operator: o.outcome for o in report} == {"softmax": "holds", "silu": "fails", "linear": "holds"}
+    assert "loud" not in capfd.readouterr().out
 
 
 def test_what_cannot_be_imported_is_told_by_the_parent(write):
