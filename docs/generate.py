@@ -49,7 +49,7 @@ def table(what: str) -> str:
 
 WRITERS: dict[str, Callable[[str], str]] = {"session": session, "source": source, "table": table}
 # A marker, and the block or table that follows it.
-_PART = re.compile(r"<!-- (session|source|table): (.+?) -->\n(```.*?\n```\n|(?:\|.*\n)*)", re.DOTALL)
+_PART = re.compile(r"<!-- (session|source|table): (.+?) -->\n(```.*?\n```\n|(?:\|[^\n]*\n)*)", re.DOTALL)
 
 
 def generated(text: str) -> str:

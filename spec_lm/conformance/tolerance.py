@@ -211,6 +211,9 @@ def at_most(low: Comparable, high: Comparable, *, says: str = "") -> None:
     excess = left - right
     if bool((excess <= 0).all()):
         return
+    if bool((is_nan := left.isnan() | right.isnan()).any()):
+        evidence = Evidence(left, right, _index(is_nan.int().argmax(), is_nan), dtype=_dtype(low, high), ordered=True)
+        raise Violation("a value is NaN", kind="finite", evidence=evidence)
     bound = (left_error() + right_error()).expand_as(excess)
     broken = ~(excess <= bound)
     if bool(broken.any()):

@@ -43,7 +43,7 @@ def _unchecked(heads, positions, theta):
 
 @fault(
     MHA,
-    does="rotates nothing",
+    does="rotates neither queries nor keys",
     detected_by=("differs_from_attention_without_rope", "positions_are_honored", "theta_is_honored"),
     mistake="The adapter of the form without RoPE is wired to both.",
 )
