@@ -390,6 +390,7 @@ def replay(
         total = f"{len(still)} counterexample{'' if len(still) == 1 else 's'}"
         counts = f"{still.count('fails')} still fail, {still.count('holds')} fixed"
         counts += f", {still.count('absent')} not provided" if "absent" in still else ""
+        counts += f", {still.count('not_judged')} not judged" if "not_judged" in still else ""
         _print(
             view.console, f"{total} of {report} replayed: {counts}" if still else f"{report} holds no counterexample"
         )
@@ -416,7 +417,7 @@ class _Again:
             _print_failure(self.console, failure_text(outcome, f"spec-lm replay {self.report} {outcome.clause}"))
             self.console.print()
         else:
-            word = "fixed" if outcome.outcome == "holds" else "not provided"
+            word = {"holds": "fixed", "not_judged": "not judged"}.get(outcome.outcome, "not provided")
             _print(self.console, f"{word:<13} {outcome.clause}")
 
 

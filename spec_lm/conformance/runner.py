@@ -427,6 +427,8 @@ def _again(outcome: Outcome, subject: Implementation, settings: Settings) -> Out
         except Violation as violation:
             seen = {"counterexample": stored, "evidence": evidence_of(violation.evidence)}
             return replace(_outcome(clause, "fails", str(violation)), **seen)
+        except NotJudged as reason:
+            return _outcome(clause, "not_judged", str(reason))
     return _outcome(clause, "holds", "")
 
 
