@@ -1,6 +1,7 @@
 """What the tests of the machine share: the command line in this process, and small implementations."""
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
@@ -49,3 +50,11 @@ def write(tmp_path: Path) -> Callable[[str, str], Path]:
         return path
 
     return written
+
+
+@pytest.fixture(autouse=True)
+def interrupts_are_taken() -> Iterator[None]:
+    """A test run in the background ignores interrupts; what is tested here is a process that takes them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -236,6 +236,7 @@ def test_declared_conventions_are_in_the_header_line_and_in_the_report(spec_lm_c
 
 
 def test_color_and_progress_are_for_terminals_and_no_color_is_respected(spec_lm_command, write, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
     write("adapters.py", NAIVE)
     assert "\x1b" not in spec_lm_command("check", "adapters.py", *FAILS).out
     monkeypatch.setenv("FORCE_COLOR", "1")
