@@ -92,7 +92,11 @@ def _refuse_another_checkout(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     """The specification's folder as a plain one: as a package pytest would import it under a second name."""
-    return pytest.Dir.from_parent(parent, path=path) if _is_specification(path) else None
+    if not _is_specification(path):
+        return None
+    folder = pytest.Dir.from_parent(parent, path=path)
+    folder.name = "specification"  # "properties" contains "rope": -k rope would select every clause
+    return folder
 
 
 @pytest.hookimpl(wrapper=True)

@@ -57,7 +57,7 @@ class Outcome:
     reached: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """All outcomes of one check of one implementation.
 
@@ -81,6 +81,12 @@ class Report:
             if outcome.clause == clause_id:
                 return outcome
         raise KeyError(f"{clause_id} was not run; the report holds {len(self.outcomes)} clauses")
+
+    def __repr__(self) -> str:
+        """The counts, and what fails: short enough for the message of an assertion."""
+        counts = ", ".join(f"{number} {status}" for status, number in self.counts.items() if number)
+        broken = "".join(f"\n  {o.outcome}  {o.clause}: {printable(o.message)}" for o in self.of("fails", "error"))
+        return f"<Report on {printable(str(self.header.get('implementation', '')))}: {counts}>{broken}"
 
     def of(self, *statuses: Status) -> list[Outcome]:
         """The outcomes that are one of these."""

@@ -152,7 +152,8 @@ def select(operators: Iterable[str] | None, clauses: Iterable[str] | None, level
             raise UsageError(f"none of the clauses {', '.join(ids)} is about {', '.join(wanted)}")
         return both
     levels = ("must",) if level == "must" else ("must", "should")
-    return [c for c in CLAUSES.values() if c.level in levels and (not wanted or c.operator in wanted)]
+    chosen = [c for c in CLAUSES.values() if c.level in levels and (not wanted or c.operator in wanted)]
+    return [clause for group in by_operator(chosen).values() for clause in group]
 
 
 def required_of(names: Iterable[str], chosen: list[Clause]) -> tuple[str, ...]:

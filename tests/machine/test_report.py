@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import spec_lm
 from spec_lm.conformance.junit import junit_text
 from spec_lm.conformance.report import Outcome, Report, ReportError, printable, read_reports
 
@@ -105,3 +106,9 @@ def test_junit_is_xml_whatever_an_implementation_says():
     )
     assert (first.get("failures"), first.get("errors"), first.get("skipped")) == ("1", "1", "1")
     assert second.get("tests") == "0"
+
+
+def test_a_report_in_an_assertion_says_what_fails():
+    report = spec_lm.check({"softmax": lambda x, dim: x}, clauses=["softmax.sums_to_one"], examples=2)
+    assert "1 fails" in repr(report)
+    assert "softmax.sums_to_one" in repr(report)
