@@ -25,7 +25,7 @@ from spec_lm.conformance.clause import CLAUSES, Clause, Level, Search, nearest, 
 from spec_lm.conformance.display import counterexample_of, evidence_of
 from spec_lm.conformance.implementation import BUILT_IN, Implementation, loaded
 from spec_lm.conformance.operators import OPERATORS, Checked
-from spec_lm.conformance.report import Outcome, Report, ReportError, UserError
+from spec_lm.conformance.report import Outcome, Report, ReportError, Status, UserError
 from spec_lm.conformance.strategies import Domain, NotJudged, from_json, plainest
 from spec_lm.conformance.tolerance import Raised, Violation
 
@@ -254,9 +254,9 @@ class OperatorRun:
     def outcome(self, clause: Clause) -> Outcome:
         """Run a clause, on what the clauses before it left of the domain."""
         if self.absent:
-            return _outcome(clause, "absent", self.absent)
+            return outcome_of(clause, "absent", self.absent)
         if self.lost:
-            return _outcome(clause, "not_judged", self.lost)
+            return outcome_of(clause, "not_judged", self.lost)
         outcome, lacking = run_clause(clause, self.checked, self.domain, self.settings)
         self.domain = replace(self.domain, without=self.domain.without | lacking)
         if clause.name == SIGNATURE and outcome.outcome == "fails":
@@ -292,9 +292,9 @@ def run_clause(clause: Clause, checked: Checked, domain: Domain, settings: Setti
             violations = _violations(clause, search, domain, settings)
             outcome = _judged(clause, search, next(iter(violations.values()), None))
     except NotJudged as reason:
-        outcome = _outcome(clause, "not_judged", str(reason))
+        outcome = outcome_of(clause, "not_judged", str(reason))
     except Exception:
-        outcome = _outcome(clause, "error", f"the clause itself failed:\n{traceback.format_exc()}")
+        outcome = outcome_of(clause, "error", f"the clause itself failed:\n{traceback.format_exc()}")
     lacking = frozenset(case or clause.feature for case in violations) if clause.feature else frozenset()
     if len(lacking) == len(clause.cases):  # wrong in every case is no lack of one: the rest is judged all the same
         lacking = frozenset()
@@ -357,20 +357,21 @@ def _judged(clause: Clause, search: Search, violation: Violation | None) -> Outc
         raise search.reason
     seen = {"examples": search.judged, "worst": search.worst, "reached": dict(search.reached)}
     if violation is None:
-        return replace(_outcome(clause, "holds", ""), **seen)
+        return replace(outcome_of(clause, "holds", ""), **seen)
     recipes = violation.recipes or {}
     message = str(violation)
     if search.is_nondeterministic(recipes, violation.kind):
         message = f"nondeterministic: the same call came to different results; once it {message}"
     return replace(
-        _outcome(clause, "fails", message),
+        outcome_of(clause, "fails", message),
         counterexample=counterexample_of(recipes, search.checked.operator),
         evidence=evidence_of(violation.evidence),
         **seen,
     )
 
 
-def _outcome(clause: Clause, status: Any, message: str) -> Outcome:
+def outcome_of(clause: Clause, status: Status, message: str) -> Outcome:
+    """A clause's outcome that says no more than its status and why."""
     return Outcome(clause.id, clause.operator, clause.level, status, message, clause.sentence)
 
 
@@ -413,7 +414,7 @@ def _again(outcome: Outcome, subject: Implementation, settings: Settings) -> Out
     clause, stored = known_clause(outcome.clause), outcome.counterexample or {}
     function = subject.functions.get(clause.operator)
     if function is None:
-        return _outcome(clause, "absent", "not provided")
+        return outcome_of(clause, "absent", "not provided")
     try:
         recipes = {name: from_json(data) for name, data in stored["recipes"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as broken:
@@ -427,10 +428,10 @@ def _again(outcome: Outcome, subject: Implementation, settings: Settings) -> Out
                 clause.run(checked, recipes)
         except Violation as violation:
             seen = {"counterexample": stored, "evidence": evidence_of(violation.evidence)}
-            return replace(_outcome(clause, "fails", str(violation)), **seen)
+            return replace(outcome_of(clause, "fails", str(violation)), **seen)
         except NotJudged as reason:
-            return _outcome(clause, "not_judged", str(reason))
-    return _outcome(clause, "holds", "")
+            return outcome_of(clause, "not_judged", str(reason))
+    return outcome_of(clause, "holds", "")
 
 
 # ----------------------------------------------------------------------------------------- leaving the caller's process

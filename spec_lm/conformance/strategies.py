@@ -487,7 +487,6 @@ class WeightsRecipe:
         return {key: part.build() for key, part in self.parts().items()}
 
 
-Recipe = TensorRecipe | ShiftRecipe | MaskRecipe | IdsRecipe | PositionsRecipe | ProjectionsRecipe | WeightsRecipe
 RECIPES: dict[str, type] = {
     kind.__name__: kind
     for kind in (TensorRecipe, ShiftRecipe, MaskRecipe, IdsRecipe, PositionsRecipe, ProjectionsRecipe, WeightsRecipe)

@@ -162,11 +162,6 @@ def _outcomes(job: Job, future: Future) -> list[Outcome]:
         why = f"its process ended with exit code {death.exitcode}"
     except (KeyboardInterrupt, SystemExit) as raised:  # by the implementation: the child itself is not interrupted
         why = f"it raised {type(raised).__name__} outside a call"
-    return [_lost(clause_id, why) for clause_id in job.clauses]
+    from spec_lm.conformance.runner import known_clause, outcome_of
 
-
-def _lost(clause_id: str, why: str) -> Outcome:
-    from spec_lm.conformance.clause import CLAUSES
-
-    clause = CLAUSES[clause_id]
-    return Outcome(clause.id, clause.operator, clause.level, "error", why, clause.sentence)
+    return [outcome_of(known_clause(clause_id), "error", why) for clause_id in job.clauses]
