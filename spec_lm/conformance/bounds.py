@@ -47,6 +47,7 @@ PRECISIONS: dict[str, Precision] = {
 # Conventions that change what is correct, or how accurate it can be; the first choice is the default.
 CONVENTIONS: dict[str, tuple[str, ...]] = {
     "rope_pairing": ("neighbors", "halves"),
+    "rope_direction": ("counterclockwise", "clockwise"),
     "all_masked": ("zeros", "nan", "uniform"),
     "accumulation": ("full", "tf32"),
     "norm_and_rope_tables": ("float32", "float64"),
@@ -94,6 +95,7 @@ class _Arithmetic:
     eta: float
     product: float
     pairing: str
+    direction: str
     all_masked: str
 
 
@@ -114,16 +116,17 @@ def _arithmetic(dtype: str, conventions: tuple[tuple[str, str], ...]) -> _Arithm
         # Only float32 factors have bits that TF32 drops and that their own dtype keeps.
         product=TF32_PRODUCT if declared["accumulation"] == "tf32" and dtype == "float32" else 0.0,
         pairing=declared["rope_pairing"],
+        direction=declared["rope_direction"],
         all_masked=declared["all_masked"],
     )
 
 
 _DECLARED = {
-    "rope": ("pairing",),
+    "rope": ("pairing", "direction"),
     "scaled_dot_product_attention": ("all_masked",),
-    "multihead_self_attention_with_rope": ("pairing",),
-    "transformer_block": ("pairing",),
-    "transformer_lm": ("pairing",),
+    "multihead_self_attention_with_rope": ("pairing", "direction"),
+    "transformer_block": ("pairing", "direction"),
+    "transformer_lm": ("pairing", "direction"),
 }
 
 
@@ -294,7 +297,7 @@ def _swiglu(a: _Arithmetic, x: np.ndarray, w1: np.ndarray, w2: np.ndarray, w3: n
 class _Tables(NamedTuple):
     """cos and sin of every angle, one entry for each element of the last axis, and how wrong the angle may be.
 
-    `sin` carries the sign, so that y = x cos + x[partner] sin in either pairing.
+    `sin` carries the sign, so that y = x cos + x[partner] sin in either pairing and direction.
     """
 
     cos: np.ndarray
@@ -304,12 +307,13 @@ class _Tables(NamedTuple):
 
 
 @lru_cache
-def _pairs(d: int, pairing: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _pairs(d: int, pairing: str, direction: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For each element of the last axis: its pair, its partner, and the sign with which the partner's sine comes in."""
     element = np.arange(d)
+    first = -1.0 if direction == "counterclockwise" else 1.0
     if pairing == "neighbors":
-        return element // 2, element ^ 1, np.where(element % 2, 1.0, -1.0)
-    return element % (d // 2), (element + d // 2) % d, np.where(element < d // 2, -1.0, 1.0)
+        return element // 2, element ^ 1, np.where(element % 2, -first, first)
+    return element % (d // 2), (element + d // 2) % d, np.where(element < d // 2, first, -first)
 
 
 @lru_cache
@@ -335,7 +339,7 @@ def _angles(a: _Arithmetic, d: int, positions: np.ndarray, theta: float) -> tupl
 
 def _tables(a: _Arithmetic, d: int, positions: np.ndarray, theta: float) -> _Tables:
     phi, delta = _angles(a, d, positions, theta)
-    pair, partner, sign = _pairs(d, a.pairing)
+    pair, partner, sign = _pairs(d, a.pairing, a.direction)
     return _Tables(np.cos(phi)[..., pair], np.sin(phi)[..., pair] * sign, delta[..., pair], partner)
 
 
@@ -457,7 +461,7 @@ def _noisy_tables(noise: _Noise, x: np.ndarray, num_heads: int, theta: float) ->
     phi, delta = _angles(noise.a, d, positions, theta)
     phi = noise.spread(phi, delta)
     cos, sin = (noise.rounded(table, noise.a.w + noise.a.u) for table in (np.cos(phi), np.sin(phi)))
-    pair, partner, sign = _pairs(d, noise.a.pairing)
+    pair, partner, sign = _pairs(d, noise.a.pairing, noise.a.direction)
     return _Tables(cos[..., pair], sin[..., pair] * sign, delta, partner)
 
 

@@ -64,12 +64,19 @@ def swiglu(x: np.ndarray, w1: np.ndarray, w2: np.ndarray, w3: np.ndarray) -> np.
 
 @np.errstate(all="ignore")
 def rope(
-    x: np.ndarray, positions: np.ndarray, theta: float, max_seq_len: int, *, pairing: str = "neighbors"
+    x: np.ndarray,
+    positions: np.ndarray,
+    theta: float,
+    max_seq_len: int,
+    *,
+    pairing: str = "neighbors",
+    direction: str = "counterclockwise",
 ) -> np.ndarray:
     """Rotate pair i of the last axis by the angle position * theta^(-2i/d).
 
-    (a, b) becomes (a cos - b sin, a sin + b cos). The pair is (x_2i, x_2i+1) for "neighbors", (x_i, x_i+d/2) for
-    "halves". Positions broadcast against the axes of x before the last. Source: Causal multi-head self-attention, rope.
+    (a, b) becomes (a cos - b sin, a sin + b cos); with the angle negative where the direction is "clockwise". The pair
+    is (x_2i, x_2i+1) for "neighbors", (x_i, x_i+d/2) for "halves". Positions broadcast against the axes of x before
+    the last. Source: Causal multi-head self-attention, rope.
     """
     x, positions = np.asarray(x, np.float64), np.asarray(positions)
     d = x.shape[-1]
@@ -77,7 +84,7 @@ def rope(
         raise ValueError(f"rope rotates pairs: the last axis must be even, not {d}")
     if positions.size and positions.max() >= max_seq_len:
         raise ValueError(f"position {positions.max()} is outside max_seq_len {max_seq_len}")
-    angles = positions[..., None] * float(theta) ** (-np.arange(0, d, 2) / d)
+    angles = _sign(direction) * positions[..., None] * float(theta) ** (-np.arange(0, d, 2) / d)
     cos, sin = np.cos(angles), np.sin(angles)
     first, second = _pair_indices(d, pairing)
     a, b = x[..., first], x[..., second]
@@ -94,6 +101,13 @@ def _pair_indices(d: int, pairing: str) -> tuple[slice, slice]:
     if pairing == "halves":
         return slice(0, d // 2), slice(d // 2, d)
     raise ValueError(f'pairing is "neighbors" or "halves", not {pairing!r}')
+
+
+def _sign(direction: str) -> float:
+    """Of the angle by which a position turns a pair."""
+    if direction not in ("counterclockwise", "clockwise"):
+        raise ValueError(f'direction is "counterclockwise" or "clockwise", not {direction!r}')
+    return 1.0 if direction == "counterclockwise" else -1.0
 
 
 @np.errstate(all="ignore")
@@ -146,6 +160,7 @@ def multihead_self_attention_with_rope(
     positions: np.ndarray | None = None,
     *,
     pairing: str = "neighbors",
+    direction: str = "counterclockwise",
 ) -> np.ndarray:
     """Rotate queries and keys, not values, by position before attending; omitted positions are 0, 1, 2, ...
 
@@ -153,8 +168,8 @@ def multihead_self_attention_with_rope(
     """
     query, key, value = (split_heads(linear(x, weight), num_heads) for weight in (w_q, w_k, w_v))
     at = head_positions(query.shape[-2], positions)
-    query = rope(query, at, theta, max_seq_len, pairing=pairing)
-    key = rope(key, at, theta, max_seq_len, pairing=pairing)
+    query = rope(query, at, theta, max_seq_len, pairing=pairing, direction=direction)
+    key = rope(key, at, theta, max_seq_len, pairing=pairing, direction=direction)
     return linear(merge_heads(_causal_attention(query, key, value)), w_o)
 
 
@@ -186,7 +201,14 @@ def _causal_attention(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> 
 
 
 def transformer_block(
-    x: np.ndarray, weights: Weights, num_heads: int, theta: float, max_seq_len: int, *, pairing: str = "neighbors"
+    x: np.ndarray,
+    weights: Weights,
+    num_heads: int,
+    theta: float,
+    max_seq_len: int,
+    *,
+    pairing: str = "neighbors",
+    direction: str = "counterclockwise",
 ) -> np.ndarray:
     """Add attention, then a feed-forward network, to an un-normalized stream.
 
@@ -196,7 +218,7 @@ def transformer_block(
     w1, w2, w3 = (weights[f"ffn.{name}.weight"] for name in ("w1", "w2", "w3"))
     normed = rmsnorm(x, weights["ln1.weight"], BLOCK_EPS)
     y = x + multihead_self_attention_with_rope(
-        normed, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len, pairing=pairing
+        normed, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len, pairing=pairing, direction=direction
     )
     return y + swiglu(rmsnorm(y, weights["ln2.weight"], BLOCK_EPS), w1, w2, w3)
 
@@ -209,6 +231,7 @@ def transformer_lm(
     context_length: int,
     *,
     pairing: str = "neighbors",
+    direction: str = "counterclockwise",
 ) -> np.ndarray:
     """Score every next token: embedding, blocks, RMSNorm, linear head; unnormalized logits, no softmax.
 
@@ -219,7 +242,8 @@ def transformer_lm(
         raise ValueError(f"a sequence of {token_ids.shape[-1]} is longer than the context of {context_length}")
     x = embedding(token_ids, weights["token_embeddings.weight"])
     for layer in range(number_of_layers(weights)):
-        x = transformer_block(x, layer_weights(weights, layer), num_heads, theta, context_length, pairing=pairing)
+        of_layer = layer_weights(weights, layer)
+        x = transformer_block(x, of_layer, num_heads, theta, context_length, pairing=pairing, direction=direction)
     return linear(rmsnorm(x, weights["ln_final.weight"], BLOCK_EPS), weights["lm_head.weight"])
 
 
