@@ -2,7 +2,7 @@
 
 A fault is one small change of the reference, in the file of its operator. Adding one edits one file:
 
-    @fault("softmax", detected_by="shift_invariance", does="no maximum is subtracted before exp")
+    @fault("softmax", family="overflow", detected_by="shift_invariance", does="no maximum is subtracted")
     def no_maximum_subtracted(x, dim):
         return torch.exp(x) / torch.exp(x).sum(dim, keepdim=True)
 """
@@ -17,6 +17,29 @@ from typing import Any
 from spec_lm.conformance.clause import CLAUSES, RegistrationError, nearest
 from spec_lm.conformance.operators import OPERATORS
 
+# What a fault gets wrong, and what there is to mend.
+FAMILIES = {
+    "axis": "the axis that is worked along, or how axes are split, merged and exchanged",
+    "mask": "the mask: who sees whom, and what becomes of a query that sees nothing",
+    "scale": "a factor: that of the scores, or one that belongs nowhere",
+    "formula": "the formula itself: a term, a sign, an index or a function in it",
+    "precision": "the precision inside: the dtype that is computed in, or digits that cancel",
+    "overflow": "how large numbers are kept finite: which maximum is subtracted, and what is clamped",
+    "positions": "positions and the rotation: pairs, angles, theta, and whose positions they are",
+    "norm": "a norm: its mean, eps and gain, and where it stands",
+    "residual": "the stream: what each half reads of it, and what is added to it",
+    "weights": "which weight is used where, in which orientation and order",
+    "batch": "what rows, examples and heads take from one another",
+    "memory": "what a call keeps for the next, or whatever else makes two calls differ",
+    "arguments": "that arguments are written to",
+    "layout": "how memory is read: strides and offsets",
+    "boundary": "edges: the last partial block, between two blocks, a length of one, and where sizes coincide",
+    "signature": "the signature: dtype, shape and rank of what is taken and returned, and arguments left out",
+    "refusal": "that an invalid input is computed instead of refused",
+    "gradient": "the backward pass",
+    "global_state": "that global state is changed: random numbers, the default dtype, grad mode",
+}
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -26,19 +49,25 @@ class Fault:
         operator: what it gets wrong.
         name: in the field's words.
         function: the wrong implementation.
+        family: what there is to mend, one of FAMILIES.
         does: what it does.
         detected_by: the names of clauses of its operator that must detect it.
+        kind: shared by faults that are nearly the same; its name by default.
         mistake: why people make it, where that is not plain.
         report: a public report of it, owner/repo#n, where there is one.
+        no_invariant: why only a comparison with the oracle can detect it, where that is so.
     """
 
     operator: str
     name: str
     function: Callable[..., Any]
+    family: str
     does: str
     detected_by: tuple[str, ...]
+    kind: str
     mistake: str = ""
     report: str = ""
+    no_invariant: str = ""
 
     @property
     def id(self) -> str:
@@ -50,20 +79,31 @@ _CATALOGUE: dict[str, Fault] = {}
 
 
 def fault(
-    operator: str, *, does: str, detected_by: str | tuple[str, ...], mistake: str = "", report: str = ""
+    operator: str,
+    *,
+    family: str,
+    does: str,
+    detected_by: str | tuple[str, ...],
+    kind: str = "",
+    mistake: str = "",
+    report: str = "",
+    no_invariant: str = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function of the plain signature as a fault; the arguments are `Fault`'s.
 
     Raises:
-        RegistrationError: duplicate id or unknown operator.
+        RegistrationError: duplicate id, unknown operator or unknown family.
     """
     names = (detected_by,) if isinstance(detected_by, str) else detected_by
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        new = Fault(operator, function.__name__, function, does, names, mistake, report)
+        name = function.__name__
+        new = Fault(operator, name, function, family, does, names, kind or name, mistake, report, no_invariant)
         place = f"{getsourcefile(function)}, {function.__qualname__}"
         if operator not in OPERATORS:
             raise RegistrationError(f"{place}: unknown operator {operator!r}{nearest(operator, list(OPERATORS))}")
+        if family not in FAMILIES:
+            raise RegistrationError(f"{place}: unknown family {family!r}{nearest(family, list(FAMILIES))}")
         if new.id in _CATALOGUE:
             raise RegistrationError(f"{place}: the id {new.id} is taken; give the function another name")
         _CATALOGUE[new.id] = new

@@ -13,6 +13,7 @@ EMBEDDING = "embedding"
 
 @fault(
     EMBEDDING,
+    family="refusal",
     does="ids outside are clamped to the last row",
     detected_by=("ids_outside_are_refused",),
     mistake="A vocabulary that is too small goes unnoticed.",
@@ -24,6 +25,7 @@ def ids_clamped(token_ids, weight):
 
 @fault(
     EMBEDDING,
+    family="refusal",
     does="ids outside wrap around",
     detected_by=("ids_outside_are_refused",),
     mistake="A remainder keeps every id inside, and gives it another token's row.",
@@ -34,6 +36,7 @@ def ids_wrapped(token_ids, weight):
 
 @fault(
     EMBEDDING,
+    family="refusal",
     does="ids outside give a row of zeros",
     detected_by=("ids_outside_are_refused",),
     mistake="A gather with a mask, or a one-hot row without its 1.",
@@ -49,6 +52,8 @@ def zeros_for_ids_outside(token_ids, weight):
 
 @fault(
     EMBEDDING,
+    family="formula",
+    kind="id_is_padding",
     does="id 0 gives zeros, as padding",
     detected_by=("id_zero_is_not_special", "rows_are_copied_exactly", "renumbering_the_vocabulary_changes_nothing"),
     mistake="padding_idx=0, copied from a model that pads with 0.",
@@ -59,6 +64,8 @@ def id_zero_is_padding(token_ids, weight):
 
 @fault(
     EMBEDDING,
+    family="formula",
+    kind="id_is_padding",
     does="the last id gives zeros, as an end-of-text token",
     detected_by=("renumbering_the_vocabulary_changes_nothing", "rows_are_copied_exactly"),
     mistake="padding_idx=-1.",
@@ -69,6 +76,7 @@ def last_id_is_padding(token_ids, weight):
 
 @fault(
     EMBEDDING,
+    family="formula",
     does="ids are counted from 1",
     detected_by=("rows_are_copied_exactly", "renumbering_the_vocabulary_changes_nothing", "id_zero_is_not_special"),
     mistake="Id 0 becomes -1, which is the last row.",
@@ -80,6 +88,7 @@ def ids_counted_from_one(token_ids, weight):
 
 @fault(
     EMBEDDING,
+    family="signature",
     does="int32 ids are stepped through as if they were int64: every second one is read",
     detected_by=("int32_ids",),
     mistake="A kernel made for one width of integer, without a check.",
@@ -96,6 +105,8 @@ def int32_read_as_int64(token_ids, weight):
 
 @fault(
     EMBEDDING,
+    family="scale",
+    kind="embedding_scaled",
     does="rows are multiplied by sqrt(d_model)",
     detected_by=("scaled_by_nothing", "rows_are_copied_exactly", "agrees_with_the_oracle"),
     mistake="The first Transformer did so, with tied weights.",
@@ -106,6 +117,7 @@ def scaled_by_the_root_of_d_model(token_ids, weight):
 
 @fault(
     EMBEDDING,
+    family="norm",
     does="rows are normalized",
     detected_by=("rows_are_copied_exactly", "scaled_by_nothing"),
     mistake="max_norm, or the first layer's norm moved in.",
@@ -116,6 +128,8 @@ def rows_normalized(token_ids, weight):
 
 @fault(
     EMBEDDING,
+    family="precision",
+    kind="bfloat16_inside",
     does="the table is kept in bfloat16",
     detected_by=("rows_are_copied_exactly", "agrees_with_the_oracle"),
 )
@@ -125,6 +139,7 @@ def table_in_bfloat16(token_ids, weight):
 
 @fault(
     EMBEDDING,
+    family="batch",
     does="an id that stands there already gets the next row",
     detected_by=("rows_are_copied_exactly", "agrees_with_the_oracle"),
     mistake="Distinct ids are gathered first, and scattered back by the wrong index.",
@@ -141,6 +156,7 @@ def repeated_ids_get_another_row(token_ids, weight):
 
 @fault(
     EMBEDDING,
+    family="arguments",
     does="rows longer than 1 are shortened in the caller's table",
     detected_by=("does_not_change_its_arguments",),
     mistake="max_norm writes its result into the weight during the forward pass.",
@@ -153,6 +169,8 @@ def renormalized_in_place(token_ids, weight):
 
 @fault(
     EMBEDDING,
+    family="signature",
+    kind="leading_axes_flattened",
     does="several axes of ids come back as one",
     detected_by=("takes_any_number_of_leading_axes",),
     mistake="Flattened for a gather, never unflattened.",
@@ -163,6 +181,7 @@ def axes_flattened(token_ids, weight):
 
 @fault(
     EMBEDDING,
+    family="batch",
     does="the mean row of the batch is subtracted",
     detected_by=("rows_of_a_batch_are_independent", "rows_are_copied_exactly"),
     mistake="A statistic of the batch leaks into every row.",
@@ -174,6 +193,7 @@ def batch_statistics(token_ids, weight):
 
 @fault(
     EMBEDDING,
+    family="signature",
     does="the result stays in float64",
     detected_by=("keeps_its_signature",),
     mistake="A table widened for accuracy.",
@@ -184,6 +204,7 @@ def float64_returned(token_ids, weight):
 
 @fault(
     EMBEDDING,
+    family="layout",
     does="the table's memory is walked as if it were contiguous",
     detected_by=("any_memory_layout",),
     mistake="A kernel that takes the address and the sizes, and forgets the strides.",
@@ -197,6 +218,8 @@ _TABLES: dict[torch.Size, torch.Tensor] = {}
 
 @fault(
     EMBEDDING,
+    family="memory",
+    kind="weight_kept_by_shape",
     does="the table of the first call of a shape serves all later ones",
     detected_by=("has_no_memory", "agrees_with_the_oracle"),
     mistake="A layer is built once for each size, and its weight never loaded again.",

@@ -13,6 +13,7 @@ LINEAR = "linear"
 
 @fault(
     LINEAR,
+    family="weights",
     does="a square weight is used transposed",
     detected_by=("basis_vectors_give_columns", "agrees_with_the_oracle"),
     mistake="x W for x W^T; only a square weight lets it pass without an error.",
@@ -24,6 +25,7 @@ def square_weight_transposed(x, weight):
 
 @fault(
     LINEAR,
+    family="formula",
     does="a bias of 0.01 is added",
     detected_by=("no_bias", "additive", "identity_weight_returns_the_input"),
     mistake="Layers of most libraries have one unless told otherwise.",
@@ -34,6 +36,7 @@ def hidden_bias(x, weight):
 
 @fault(
     LINEAR,
+    family="scale",
     does="the output is divided by sqrt(d_in)",
     detected_by=("identity_weight_returns_the_input", "basis_vectors_give_columns"),
     mistake="The scale of the initialization, applied at every call.",
@@ -44,6 +47,7 @@ def scaled_by_the_input_size(x, weight):
 
 @fault(
     LINEAR,
+    family="formula",
     does="negative outputs become 0",
     detected_by=("additive", "identity_weight_returns_the_input"),
     mistake="The activation of the next layer, fused in.",
@@ -54,6 +58,8 @@ def activation_fused(x, weight):
 
 @fault(
     LINEAR,
+    family="boundary",
+    kind="tail_left_out",
     does="input features beyond the last multiple of 4 are left out",
     detected_by=("basis_vectors_give_columns", "identity_weight_returns_the_input", "agrees_with_the_oracle"),
     mistake="The block loop runs over whole blocks only.",
@@ -65,6 +71,7 @@ def tail_of_features_left_out(x, weight):
 
 @fault(
     LINEAR,
+    family="precision",
     does="the weight is rounded to 127 steps of its largest entry",
     detected_by=("each_row_of_the_weight_gives_one_output", "basis_vectors_give_columns"),
     mistake="One scale for the whole weight, as in 8-bit inference.",
@@ -76,6 +83,7 @@ def quantized_by_the_largest_entry(x, weight):
 
 @fault(
     LINEAR,
+    family="norm",
     does="rows of the weight are normalized",
     detected_by=("basis_vectors_give_columns", "agrees_with_the_oracle"),
     mistake="Weight normalization without its gain.",
@@ -86,6 +94,8 @@ def rows_normalized(x, weight):
 
 @fault(
     LINEAR,
+    family="precision",
+    kind="quantized_by_the_largest_entry",
     does="inputs are rounded to 127 steps of the largest one in the tensor",
     detected_by=("additive", "rows_of_a_batch_are_independent"),
     mistake="Activations quantized with one scale for the whole tensor.",
@@ -105,6 +115,7 @@ def _shortened(tensor, bits):
 
 @fault(
     LINEAR,
+    family="precision",
     does="factors keep 11 bits, as in TF32",
     detected_by=("agrees_with_the_oracle", "identity_weight_returns_the_input", "basis_vectors_give_columns"),
     mistake="A global switch; values of few bits do not show it.",
@@ -115,6 +126,7 @@ def tf32_inside(x, weight):
 
 @fault(
     LINEAR,
+    family="precision",
     does="the sum is returned by way of bfloat16",
     detected_by=("exact_where_nothing_rounds", "identity_weight_returns_the_input", "agrees_with_the_oracle"),
     mistake="Autocast, cast back.",
@@ -125,6 +137,7 @@ def bfloat16_inside(x, weight):
 
 @fault(
     LINEAR,
+    family="signature",
     does="the result stays in float64",
     detected_by=("keeps_its_signature",),
     mistake="Widened for accuracy, never narrowed again.",
@@ -138,6 +151,7 @@ def float64_returned(x, weight):
 
 @fault(
     LINEAR,
+    family="signature",
     does="several leading axes come back as one",
     detected_by=("takes_any_number_of_leading_axes",),
     mistake="Flattened for a matrix product, never unflattened.",
@@ -148,6 +162,7 @@ def leading_axes_flattened(x, weight):
 
 @fault(
     LINEAR,
+    family="batch",
     does="the mean of the batch is subtracted from the input",
     detected_by=("rows_of_a_batch_are_independent", "identity_weight_returns_the_input"),
     mistake="A statistic of the batch leaks into every row.",
@@ -158,6 +173,7 @@ def batch_statistics(x, weight):
 
 @fault(
     LINEAR,
+    family="layout",
     does="the weight's memory is walked as if it were contiguous",
     detected_by=("any_memory_layout",),
     mistake="W = A.T is a view with its strides exchanged.",
@@ -169,6 +185,7 @@ def strides_ignored(x, weight):
 
 @fault(
     LINEAR,
+    family="arguments",
     does="the weight is transposed in place for a product that wants it so",
     detected_by=("does_not_change_its_arguments",),
     mistake="t_() makes no copy: it turns the caller's tensor.",
@@ -182,6 +199,7 @@ _WEIGHTS: dict[torch.Size, torch.Tensor] = {}
 
 @fault(
     LINEAR,
+    family="memory",
     does="the weight of the first call of a shape serves all later ones",
     detected_by=("has_no_memory", "agrees_with_the_oracle"),
     mistake="A layer is built once for each size, and its weight never loaded again.",

@@ -27,6 +27,7 @@ def _ones(x):
 
 @fault(
     MHA,
+    family="mask",
     does="has no causal mask",
     detected_by=(
         "causal_independence_from_future_tokens",
@@ -44,6 +45,7 @@ def no_causal_mask(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="mask",
     does="lets a token see the next one",
     detected_by=("causal_independence_from_future_tokens", "gradient_to_later_tokens_is_zero"),
     mistake="tril(diagonal=1) for tril(diagonal=0).",
@@ -55,6 +57,7 @@ def sees_the_next_token(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="mask",
     does="inverts the mask, so that a token sees itself and the future",
     detected_by=("causal_independence_from_future_tokens", "the_past_influences_later_outputs"),
     mistake="In some libraries True means hidden.",
@@ -66,6 +69,7 @@ def inverted_mask(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="mask",
     does="lets a token see only itself and the one before",
     detected_by=("the_past_influences_later_outputs", "head_split_round_trip"),
     mistake="The window of another model is left on.",
@@ -77,6 +81,7 @@ def window_of_two_tokens(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="mask",
     does="hides a token from itself",
     detected_by=("the_first_token_gives_its_projected_value", "the_past_influences_later_outputs"),
     mistake="j < i for j <= i.",
@@ -87,6 +92,7 @@ def hidden_from_itself(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="gradient",
     does="gives the masked output, but the gradient of the unmasked one",
     detected_by="gradient_to_later_tokens_is_zero",
     mistake="The forward pass of a kernel has a mask; its backward pass was written for none.",
@@ -99,6 +105,7 @@ def gradient_without_the_mask(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="formula",
     does="subtracts the mean of the whole sequence from queries and keys",
     detected_by=("a_prefix_gives_the_first_outputs", "causal_independence_from_future_tokens"),
     mistake="Centering keys changes nothing; centering queries does, and lets the future in.",
@@ -112,6 +119,7 @@ def centered_on_the_whole_sequence(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="axis",
     does="attends along the batch axis",
     detected_by=("rows_of_a_batch_are_independent", "agrees_with_the_oracle"),
     mistake="A module that expects (sequence, batch, d_model) is handed (batch, sequence, d_model).",
@@ -125,6 +133,8 @@ def batch_and_sequence_exchanged(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="axis",
+    kind="heads_without_transpose",
     does="merges heads without exchanging the axes of head and token",
     detected_by=(
         "head_split_round_trip",
@@ -141,6 +151,8 @@ def merged_without_transpose(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="axis",
+    kind="heads_without_transpose",
     does="splits and merges heads without exchanging the axes of head and token",
     detected_by=("head_split_round_trip", "each_head_alone_is_attention_on_its_slice"),
     mistake="view(batch, heads, sequence, d_head) straight from (batch, sequence, d_model).",
@@ -155,6 +167,7 @@ def split_without_transpose(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="axis",
     does="deals the features out to the heads in turn, where each head has a contiguous slice",
     detected_by=("permuting_heads_changes_nothing", "each_head_alone_is_attention_on_its_slice"),
     mistake="(d_head heads) for (heads d_head).",
@@ -168,6 +181,7 @@ def interleaved_heads(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="axis",
     does="merges the heads in reverse order",
     detected_by=("zeroing_a_heads_values_equals_zeroing_its_output_columns", "head_split_round_trip"),
     mistake="Heads are collected on a stack.",
@@ -178,6 +192,7 @@ def merged_in_reverse_order(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="weights",
     does="gives every head the first head's query projection",
     detected_by=("each_head_alone_is_attention_on_its_slice", "permuting_heads_changes_nothing"),
     mistake="One small projection is shared by all heads.",
@@ -190,6 +205,7 @@ def one_query_projection_for_all_heads(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="refusal",
     does="computes with the greatest number of heads that divides d_model",
     detected_by="refuses_a_number_of_heads_that_does_not_divide",
     mistake="Something close runs, where an error was due.",
@@ -204,6 +220,7 @@ def heads_that_divide(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="scale",
     does="divides scores by sqrt(d_model)",
     detected_by="scale_is_one_over_the_square_root_of_the_head_size",
     mistake="With one head the two are the same.",
@@ -215,6 +232,7 @@ def scaled_by_the_model_size(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="scale",
     does="does not scale scores where there is one head",
     detected_by="one_head_equals_plain_causal_attention",
     mistake="A path of its own for one head is not kept up to date.",
@@ -229,6 +247,7 @@ def unscaled_with_one_head(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="weights",
     does="makes values with the key projection",
     detected_by=("the_first_token_gives_its_projected_value", "agrees_with_the_oracle"),
     mistake="A line is copied, and one letter of it not changed.",
@@ -240,6 +259,7 @@ def values_from_keys(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="weights",
     does="reads the stacked projection as (q, k, v) of one head after the other",
     detected_by=("the_first_token_gives_its_projected_value", "each_head_alone_is_attention_on_its_slice"),
     mistake="Two layouts of a fused weight have the same shape.",
@@ -253,6 +273,8 @@ def stacked_projection_read_by_head(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="weights",
+    kind="square_weight_transposed",
     does="multiplies by the transpose of W_O",
     detected_by=("the_first_token_gives_its_projected_value", "agrees_with_the_oracle"),
     mistake="The weight is square, so both products run.",
@@ -264,6 +286,7 @@ def transposed_output_projection(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="weights",
     does="leaves W_O out",
     detected_by=("the_first_token_gives_its_projected_value", "one_head_equals_plain_causal_attention"),
     mistake="Merging the heads looks like the last step.",
@@ -274,6 +297,8 @@ def no_output_projection(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="precision",
+    kind="bfloat16_inside",
     does="computes in bfloat16 whatever the input's dtype",
     detected_by=("agrees_with_the_oracle", "the_first_token_gives_its_projected_value"),
     mistake="A cast for speed is left in.",
@@ -288,6 +313,7 @@ def attends_in_bfloat16(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="signature",
     does="returns the output and the weights of attention",
     detected_by="keeps_its_signature",
     mistake="Weights that are wanted for a plot are returned beside the output.",
@@ -298,6 +324,7 @@ def returns_a_pair(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="signature",
     does="takes every axis between the first and the last for the sequence",
     detected_by="takes_none_or_more_leading_axes",
     mistake="It was written for (batch, sequence, d_model) and reshapes whatever comes to that.",
@@ -308,6 +335,7 @@ def reshapes_to_three_axes(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
+    family="arguments",
     does="multiplies the scale into the caller's W_Q",
     detected_by="does_not_change_its_arguments",
     mistake="Scaling the weight once is cheaper than scaling the scores, until the weight is used twice.",
@@ -323,6 +351,8 @@ _OUTPUT_WEIGHTS: dict = {}
 
 @fault(
     MHA,
+    family="memory",
+    kind="weight_kept_by_shape",
     does="keeps the first W_O of each size",
     detected_by="has_no_memory",
     mistake="A module is built once a size, its weights loaded when it is built.",

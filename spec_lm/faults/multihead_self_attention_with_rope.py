@@ -43,6 +43,7 @@ def _unchecked(heads, positions, theta):
 
 @fault(
     MHA,
+    family="positions",
     does="rotates neither queries nor keys",
     detected_by=("differs_from_attention_without_rope", "positions_are_honored", "theta_is_honored"),
     mistake="The adapter of the form without RoPE is wired to both.",
@@ -53,6 +54,7 @@ def no_rotation(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len, positions=
 
 @fault(
     MHA,
+    family="positions",
     does="rotates values too",
     detected_by="values_are_not_rotated",
     mistake="Queries, keys and values come out of one projection and are rotated as one.",
@@ -65,6 +67,7 @@ def rotates_values(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len, positio
 
 @fault(
     MHA,
+    family="positions",
     does="rotates queries and leaves keys as they are",
     detected_by=("shifting_all_positions_changes_nothing", "positions_are_honored"),
     mistake="The result of the second rotation is not assigned.",
@@ -76,6 +79,7 @@ def rotates_queries_alone(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len, 
 
 @fault(
     MHA,
+    family="positions",
     does="takes the index of the head for the position",
     detected_by=("positions_are_honored", "differs_from_attention_without_rope"),
     mistake="Written for (batch, sequence, heads, d_head): within a head all tokens turn alike, as if none did.",
@@ -88,6 +92,7 @@ def head_index_as_position(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len,
 
 @fault(
     MHA,
+    family="positions",
     does="rotates before it splits the heads, with frequencies that run on from head to head",
     detected_by=(
         "every_head_gets_the_same_rotation",
@@ -105,6 +110,7 @@ def rotates_before_the_split(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_le
 
 @fault(
     MHA,
+    family="positions",
     does="leaves a single head unrotated",
     detected_by=("positions_are_honored", "agrees_with_the_oracle"),
     mistake="The rotation is written to a copy where one head makes the view contiguous.",
@@ -120,6 +126,7 @@ def one_head_unrotated(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len, pos
 
 @fault(
     MHA,
+    family="positions",
     does="pairs the entries i and i + d_k/2 of a head, a convention that nobody declared",
     detected_by=("positions_are_honored", "theta_is_honored", "agrees_with_the_oracle"),
     mistake="Weights trained with one pairing are loaded into the other, which has the same shapes.",
@@ -136,6 +143,7 @@ def half_split_pairing(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len, pos
 
 @fault(
     MHA,
+    family="positions",
     does="uses 10000 for every theta",
     detected_by="theta_is_honored",
     mistake="The default is typed in twice.",
@@ -148,6 +156,7 @@ def theta_is_always_10000(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len, 
 
 @fault(
     MHA,
+    family="positions",
     does="skips the rotation when positions are omitted",
     detected_by="omitted_positions_mean_0_1_2",
     mistake="`if positions is not None` guards the rotation itself.",
@@ -159,6 +168,7 @@ def omitted_positions_are_not_rotated(x, w_q, w_k, w_v, w_o, num_heads, theta, m
 
 @fault(
     MHA,
+    family="positions",
     does="uses 0, 1, 2, ... for every vector of positions",
     detected_by=("positions_are_honored", "positions_may_differ_between_examples", "agrees_with_the_oracle"),
     mistake="Positions other than these come up with a cache or with packing only.",
@@ -170,6 +180,7 @@ def positions_counted_anew(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len,
 
 @fault(
     MHA,
+    family="positions",
     does="uses the first example's positions for all",
     detected_by="positions_may_differ_between_examples",
     mistake="Without padding all examples have the same positions.",
@@ -182,6 +193,7 @@ def positions_of_the_first_example(x, w_q, w_k, w_v, w_o, num_heads, theta, max_
 
 @fault(
     MHA,
+    family="positions",
     does="takes positions per example for positions per head where batch equals heads",
     detected_by="positions_may_differ_between_examples",
     mistake="(batch, sequence) broadcasts against (batch, heads, sequence) from the right.",
@@ -195,6 +207,7 @@ def positions_of_examples_for_heads(x, w_q, w_k, w_v, w_o, num_heads, theta, max
 
 @fault(
     MHA,
+    family="positions",
     does="rescales theta by the length of the sequence",
     detected_by=("a_prefix_gives_the_first_outputs", "positions_are_honored"),
     mistake="A rule for sequences beyond those trained on is applied to all.",
@@ -206,6 +219,7 @@ def theta_follows_the_length(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_le
 
 @fault(
     MHA,
+    family="mask",
     does="lets a token see those at positions up to its own",
     detected_by=("causality_goes_by_index", "causal_independence_from_future_tokens"),
     mistake="For positions in order the two masks are the same.",
@@ -221,6 +235,7 @@ def causal_by_position(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len, pos
 
 @fault(
     MHA,
+    family="refusal",
     does="wraps positions beyond its table around to the start",
     detected_by="refuses_a_position_outside_max_seq_len",
     mistake="A ring buffer of positions wraps; positions do not.",
@@ -232,6 +247,8 @@ def positions_wrapped(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len, posi
 
 @fault(
     MHA,
+    family="refusal",
+    kind="odd_size_accepted",
     does="passes the last entry of an odd head through",
     detected_by="refuses_an_odd_head_size",
     mistake="x[..., ::2] is one entry longer than x[..., 1::2], and the code copes.",
@@ -247,6 +264,7 @@ def odd_head_size_accepted(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len,
 
 @fault(
     MHA,
+    family="refusal",
     does="computes with the greatest number of heads of even size that divides d_model",
     detected_by="refuses_a_number_of_heads_that_does_not_divide",
     mistake="Something close runs, where an error was due.",
@@ -261,6 +279,7 @@ def heads_that_divide(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len, posi
 
 @fault(
     MHA,
+    family="axis",
     does="merges the heads in reverse order",
     detected_by=("zeroing_a_heads_values_equals_zeroing_its_output_columns", "agrees_with_the_oracle"),
     mistake="Heads are collected on a stack.",
@@ -274,6 +293,7 @@ def merged_in_reverse_order(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len
 
 @fault(
     MHA,
+    family="axis",
     does="attends along the batch axis",
     detected_by="rows_of_a_batch_are_independent",
     mistake="A module that expects (sequence, batch, d_model) is handed (batch, sequence, d_model).",
@@ -287,6 +307,7 @@ def batch_and_sequence_exchanged(x, w_q, w_k, w_v, w_o, num_heads, theta, max_se
 
 @fault(
     MHA,
+    family="signature",
     does="takes every axis between the first and the last for the sequence",
     detected_by="takes_none_or_more_leading_axes",
     mistake="It was written for (batch, sequence, d_model) and reshapes whatever comes to that.",
@@ -300,6 +321,8 @@ def reshapes_to_three_axes(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len,
 
 @fault(
     MHA,
+    family="signature",
+    kind="float64_returned",
     does="returns float64, the dtype of its table",
     detected_by="keeps_its_signature",
     mistake="A product with a float64 table is float64, and so is all that follows.",
@@ -313,6 +336,7 @@ def returns_the_dtype_of_the_table(x, w_q, w_k, w_v, w_o, num_heads, theta, max_
 
 @fault(
     MHA,
+    family="arguments",
     does="advances the caller's positions by the length of the sequence",
     detected_by="does_not_change_its_arguments",
     mistake="The next call of a decoder is prepared in place.",
@@ -331,6 +355,7 @@ _TABLES: dict = {}
 
 @fault(
     MHA,
+    family="memory",
     does="caches its table by size and forgets theta",
     detected_by="has_no_memory",
     mistake="In one model theta never changes.",

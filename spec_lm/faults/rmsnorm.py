@@ -17,6 +17,7 @@ def _mean_square(x, dim=-1):
 
 @fault(
     RMSNORM,
+    family="norm",
     does="eps is added to the root mean square, outside the root",
     detected_by=("eps_is_inside_the_root", "unit_rms", "agrees_with_the_oracle"),
     mistake="At a root mean square near 1 the two agree to seven digits.",
@@ -28,6 +29,8 @@ def eps_outside_the_root(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="norm",
+    kind="another_eps",
     does="a tenth of eps is used",
     detected_by=("eps_is_inside_the_root", "unit_rms", "agrees_with_the_oracle"),
     mistake="1e-6 where the other default is 1e-5.",
@@ -38,6 +41,7 @@ def tenth_of_eps(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="norm",
     does="eps is added to the sum of the squares, before it is divided by their number",
     detected_by=("eps_is_inside_the_root", "agrees_with_the_oracle"),
 )
@@ -47,6 +51,7 @@ def eps_in_the_sum(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="norm",
     does="eps is a floor under the mean of the squares instead of a term",
     detected_by=("eps_is_inside_the_root", "unit_rms"),
     mistake="A clamp prevents 0 / 0 just as well.",
@@ -57,6 +62,8 @@ def eps_as_a_floor(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="norm",
+    kind="another_eps",
     does="the argument eps is ignored: it is always 1e-5",
     detected_by=("scaling_input_and_eps_together_changes_nothing", "eps_is_inside_the_root"),
     mistake="The default of the class was never overwritten.",
@@ -67,6 +74,7 @@ def eps_ignored(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="norm",
     does="there is no eps",
     detected_by=("zero_row_gives_zero", "eps_is_inside_the_root"),
     mistake="Needless, until a row is all 0.",
@@ -80,6 +88,7 @@ def no_eps(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="norm",
     does="the mean is subtracted first",
     detected_by=("no_mean_is_subtracted", "agrees_with_the_oracle"),
     mistake="That is layer normalization.",
@@ -90,6 +99,7 @@ def mean_subtracted(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="norm",
     does="divided by the standard deviation, while the mean stays in",
     detected_by=("no_mean_is_subtracted", "unit_rms"),
     mistake="var() is not the mean of the squares.",
@@ -100,6 +110,7 @@ def variance_instead(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="norm",
     does="divided by the root of the sum of the squares",
     detected_by=("unit_rms", "no_mean_is_subtracted"),
     mistake="The norm of the row lacks the factor 1 / sqrt(d_model).",
@@ -110,6 +121,7 @@ def sum_instead_of_mean(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="precision",
     does="the inverse root is good to three digits",
     detected_by=("unit_rms", "agrees_with_the_oracle"),
     mistake="One Newton step after a bit trick, where an approximate instruction would need one too.",
@@ -122,6 +134,7 @@ def rough_inverse_root(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="formula",
     does="magnitudes are normalized, signs are lost",
     detected_by=("signs_are_kept", "agrees_with_the_oracle"),
 )
@@ -134,6 +147,7 @@ def signs_lost(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="axis",
     does="the mean is over every axis but the first: sequence and d_model alike",
     detected_by=("rows_do_not_see_each_other", "takes_any_number_of_leading_axes"),
     mistake="For (batch, d_model), which the tests draw, it is the same.",
@@ -146,6 +160,7 @@ def over_sequence_and_features(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="axis",
     does="the mean is over the axis before the last",
     detected_by=("rows_do_not_see_each_other", "unit_rms", "rows_of_a_batch_are_independent"),
     mistake="It broadcasts whatever the sizes.",
@@ -156,6 +171,7 @@ def over_the_axis_before(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="axis",
     does="one mean for the whole tensor",
     detected_by=("rows_do_not_see_each_other", "rows_of_a_batch_are_independent", "unit_rms"),
     mistake="mean() without an axis.",
@@ -166,6 +182,7 @@ def one_mean_for_all(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="signature",
     does="several leading axes come back as one",
     detected_by=("takes_any_number_of_leading_axes",),
     mistake="Flattened for a kernel, never unflattened.",
@@ -179,6 +196,7 @@ def leading_axes_flattened(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="norm",
     does="the factor is 1 + gain",
     detected_by=("zero_gain_gives_zero", "linear_in_the_gain", "agrees_with_the_oracle"),
     mistake="Right for weights stored as offsets from 1, as some model families do.",
@@ -190,6 +208,7 @@ def one_plus_gain(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="norm",
     does="the gain is applied before the root mean square is taken",
     detected_by=("linear_in_the_gain", "agrees_with_the_oracle"),
 )
@@ -199,6 +218,7 @@ def gain_before_the_root(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="norm",
     does="the gain is left out",
     detected_by=("zero_gain_gives_zero", "linear_in_the_gain"),
     mistake="It is all 1 at initialization.",
@@ -209,6 +229,7 @@ def gain_left_out(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="norm",
     does="the factor is gain (1 + gain)",
     detected_by=("linear_in_the_gain",),
     mistake="The offset was added at loading, and once more in the kernel.",
@@ -223,6 +244,7 @@ def gain_applied_twice(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="overflow",
     does="squares are taken in the dtype of the input: in float16 they are inf from 256 on",
     detected_by=("large_half_inputs_are_normalized",),
     mistake="No test used float16, or none used activations of that size.",
@@ -234,6 +256,7 @@ def squares_in_half_precision(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="precision",
     does="computed in float16 inside",
     detected_by=("large_inputs_are_normalized", "agrees_with_the_oracle"),
 )
@@ -241,13 +264,16 @@ def float16_inside(x, gain, eps):
     return functional.rmsnorm(x.half(), gain.half(), eps).to(x.dtype)
 
 
-@fault(RMSNORM, does="computed in bfloat16 inside", detected_by=("agrees_with_the_oracle", "unit_rms"))
+@fault(
+    RMSNORM, family="precision", does="computed in bfloat16 inside", detected_by=("agrees_with_the_oracle", "unit_rms")
+)
 def bfloat16_inside(x, gain, eps):
     return functional.rmsnorm(x.bfloat16(), gain.bfloat16(), eps).to(x.dtype)
 
 
 @fault(
     RMSNORM,
+    family="precision",
     does="inputs are rounded to 1024 steps of the largest one in the tensor",
     detected_by=("rows_do_not_see_each_other", "rows_of_a_batch_are_independent", "agrees_with_the_oracle"),
     mistake="A scale for the whole tensor, as in 8-bit inference.",
@@ -259,6 +285,7 @@ def quantized_by_the_largest_entry(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="overflow",
     does="inputs are clamped to -8..8",
     detected_by=("scaling_input_and_eps_together_changes_nothing", "agrees_with_the_oracle"),
     mistake="A guard against overflow that float32 does not need.",
@@ -269,6 +296,7 @@ def inputs_clamped(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="signature",
     does="the result stays in float64",
     detected_by=("keeps_its_signature",),
     mistake="Widened for accuracy, never narrowed again.",
@@ -282,6 +310,7 @@ def float64_returned(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="arguments",
     does="the input is multiplied in place, in float32 only",
     detected_by=("does_not_change_its_arguments",),
     mistake="x.float() is a copy in half precision, and x itself in float32.",
@@ -294,6 +323,7 @@ def multiplied_in_place(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="layout",
     does="memory is walked as if x were contiguous",
     detected_by=("any_memory_layout",),
     mistake="A kernel that takes the address and the sizes, and forgets the strides.",
@@ -308,6 +338,7 @@ _EPS: dict[int, float] = {}
 
 @fault(
     RMSNORM,
+    family="memory",
     does="the eps of the first call with a d_model serves all later ones",
     detected_by=("has_no_memory",),
     mistake="Kernels, or modules, are kept by their size, and eps is not part of the key.",
@@ -321,6 +352,8 @@ _GAINS: dict[int, torch.Tensor] = {}
 
 @fault(
     RMSNORM,
+    family="memory",
+    kind="weight_kept_by_shape",
     does="the gain of the first call with a d_model serves all later ones",
     detected_by=("has_no_memory", "agrees_with_the_oracle"),
     mistake="A module is built once for each size, and its weight never loaded again.",
@@ -331,6 +364,7 @@ def gain_kept_by_size(x, gain, eps):
 
 @fault(
     RMSNORM,
+    family="batch",
     does="the mean of the squares is blended with that of the batch",
     detected_by=("rows_of_a_batch_are_independent", "rows_do_not_see_each_other"),
     mistake="Statistics of the batch belong to batch normalization.",
@@ -342,6 +376,8 @@ def batch_statistics(x, gain, eps):
 
 @fault(
     "rmsnorm",
+    family="overflow",
+    kind="inputs_clamped",
     does="clamps its input to 1e4",
     detected_by="large_inputs_are_normalized",
     mistake="A guard against overflow changes the direction of what it guards.",

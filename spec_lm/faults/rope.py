@@ -29,6 +29,7 @@ def _table(positions, d_k, theta):
 
 @fault(
     ROPE,
+    family="positions",
     does="pairs the entries i and i + d_k/2, a convention that nobody declared",
     detected_by=(
         "pair_i_turns_by_position_times_theta_to_minus_2i_over_d",
@@ -45,6 +46,7 @@ def half_split_pairing(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="positions",
     does="lays the table out for neighbors and rotates by halves",
     detected_by=("norms_of_pairs_are_kept", "inner_products_depend_on_the_distance_alone"),
     mistake="Two pieces of code, each right by itself, follow different pairings.",
@@ -58,6 +60,7 @@ def table_of_neighbors_rotation_by_halves(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="positions",
     does="turns in the opposite direction",
     detected_by="pair_i_turns_by_position_times_theta_to_minus_2i_over_d",
     mistake="Inner products of two rotated vectors do not see the direction.",
@@ -70,6 +73,7 @@ def opposite_direction(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="positions",
     does="takes theta^(-i/d_k) for theta^(-2i/d_k)",
     detected_by=("pair_i_turns_by_position_times_theta_to_minus_2i_over_d", "theta_is_honored"),
     mistake="i counts pairs in one place and entries in the other.",
@@ -80,6 +84,7 @@ def exponent_without_the_factor_2(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="positions",
     does="rotates the first half of the entries only",
     detected_by="pair_i_turns_by_position_times_theta_to_minus_2i_over_d",
     mistake="A partial rotation of another model is taken over.",
@@ -94,6 +99,7 @@ def rotates_half_of_the_entries(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="positions",
     does="attenuates vectors the more, the farther their position",
     detected_by=("norms_of_pairs_are_kept", "inner_products_depend_on_the_distance_alone"),
     mistake="A decay with the distance is put where only the position is known.",
@@ -106,6 +112,7 @@ def attenuates_with_the_position(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="positions",
     does="counts positions from 1",
     detected_by=("position_0_is_the_identity", "rotations_compose"),
     mistake="Inner products do not see a shift of all positions.",
@@ -116,6 +123,7 @@ def positions_start_at_1(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="norm",
     does="normalizes vectors before it rotates them",
     detected_by=("linear_in_x", "norms_of_pairs_are_kept"),
     mistake="Normalized queries and keys belong to another model.",
@@ -129,6 +137,7 @@ def normalizes_vectors(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="precision",
     does="holds positions in bfloat16",
     detected_by=(
         "adjacent_positions_stay_distinct_far_from_0",
@@ -143,6 +152,7 @@ def positions_in_bfloat16(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="precision",
     does="holds frequencies in float16",
     detected_by="adjacent_positions_stay_distinct_far_from_0",
     mistake="A buffer of inverse frequencies is cast with the model.",
@@ -156,6 +166,8 @@ def frequencies_in_float16(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="precision",
+    kind="bfloat16_inside",
     does="rotates in bfloat16 whatever the input's dtype",
     detected_by=("agrees_with_the_oracle", "linear_in_x", "norms_of_pairs_are_kept"),
     mistake="The tables are in the dtype of the model, not of the input.",
@@ -171,6 +183,7 @@ def rotates_in_bfloat16(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="positions",
     does="uses 10000 for every theta",
     detected_by=("theta_is_honored", "agrees_with_the_oracle"),
     mistake="The default is typed in twice.",
@@ -181,6 +194,7 @@ def theta_is_always_10000(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="positions",
     does="uses 0, 1, 2, ... for every vector of positions",
     detected_by=("positions_are_honored", "agrees_with_the_oracle"),
     mistake="The first rows of the table are taken, as many as there are tokens.",
@@ -191,6 +205,7 @@ def positions_counted_anew(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="positions",
     does="uses the first example's positions for all",
     detected_by="positions_may_differ_between_examples",
     mistake="Without padding all examples have the same positions.",
@@ -201,6 +216,7 @@ def positions_of_the_first_example(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="positions",
     does="takes the index on the second last leading axis for the position where there are two leading axes",
     detected_by="takes_any_number_of_leading_axes",
     mistake="It was written for (batch, sequence, heads, d_k) and is handed (batch, heads, sequence, d_k).",
@@ -214,6 +230,7 @@ def head_index_as_position(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="positions",
     does="repeats each position for every row of the batch before the next one comes",
     detected_by=("rows_of_a_batch_are_independent", "agrees_with_the_oracle"),
     mistake="The batch is flattened row by row, and positions are repeated token by token.",
@@ -226,6 +243,7 @@ def positions_repeated_in_the_wrong_order(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="boundary",
     does="leaves all rows of a batch but the first at zero where the sequence has one token",
     detected_by="agrees_with_the_oracle",
     mistake="A launch grid leaves the batch out of the case for one token.",
@@ -240,6 +258,7 @@ def zeros_beyond_the_first_row_for_one_token(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="refusal",
     does="passes the last entry of an odd vector through",
     detected_by="refuses_an_odd_size",
     mistake="x[..., ::2] is one entry longer than x[..., 1::2], and the code copes.",
@@ -253,6 +272,7 @@ def odd_size_accepted(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="refusal",
     does="clamps positions to the last one of its table",
     detected_by="refuses_a_position_outside_max_seq_len",
     mistake="A clamp avoids the crash of an index outside a table.",
@@ -263,6 +283,7 @@ def positions_clamped(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="refusal",
     does="computes angles on the fly and never reads max_seq_len",
     detected_by="refuses_a_position_outside_max_seq_len",
     mistake="Without a table nothing fails by itself.",
@@ -277,6 +298,8 @@ def max_seq_len_ignored(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="signature",
+    kind="float64_returned",
     does="returns float64, the dtype of its table",
     detected_by="keeps_its_signature",
     mistake="A product with a float64 table is float64.",
@@ -287,6 +310,7 @@ def returns_the_dtype_of_the_table(x, positions, theta, max_seq_len):
 
 @fault(
     ROPE,
+    family="arguments",
     does="rotates the caller's tensor in place",
     detected_by="does_not_change_its_arguments",
     mistake="Writing back into a query saves memory, and the query is seldom used again.",
@@ -301,6 +325,7 @@ _TABLES = {}
 
 @fault(
     ROPE,
+    family="memory",
     does="caches its table by size and forgets theta",
     detected_by="has_no_memory",
     mistake="In one model theta never changes.",

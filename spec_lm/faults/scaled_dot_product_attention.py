@@ -38,6 +38,7 @@ def _scaled(query, key, value, mask, factor):
 
 @fault(
     ATTENTION,
+    family="mask",
     does="True hides a key, False shows it",
     detected_by=("masking_a_key_equals_deleting_it", "masked_weights_are_zero", "all_true_mask_equals_no_mask"),
     mistake="Libraries disagree: one module's True is the other module's False.",
@@ -49,6 +50,7 @@ def mask_inverted(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
     does="the mask is added to the scores as 0 and 1",
     detected_by=("masked_weights_are_zero", "masking_a_key_equals_deleting_it", "one_visible_key_returns_its_value"),
     mistake="A boolean mask where an additive one was expected.",
@@ -61,6 +63,7 @@ def mask_added_as_numbers(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
     does="scores are multiplied by the mask, so that hidden ones are 0",
     detected_by=("masked_weights_are_zero", "one_visible_key_returns_its_value"),
     mistake="A score of 0 is a score like any other.",
@@ -71,6 +74,7 @@ def mask_multiplied_with_scores(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
     does="the mask is applied after the softmax",
     detected_by=("masked_rows_sum_to_one", "weights_are_a_distribution", "zero_queries_average_the_visible_values"),
     mistake="The hidden weights are gone, and the others do not share what they had.",
@@ -83,6 +87,7 @@ def mask_after_softmax(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
     does="masked keys are counted in the denominator",
     detected_by=("masked_rows_sum_to_one", "masking_a_key_equals_deleting_it", "one_visible_key_returns_its_value"),
     mistake="The sum is taken before the mask, the product with V after it.",
@@ -95,6 +100,7 @@ def masked_keys_in_the_denominator(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
     does="masked keys take part in the maximum that is subtracted",
     detected_by=("masked_keys_and_values_do_not_matter",),
     mistake="Any constant may be subtracted, until exp of all visible scores is 0.",
@@ -107,6 +113,7 @@ def masked_keys_in_the_maximum(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
     does="masked scores are filled with -1e-9",
     detected_by=("masked_weights_are_zero", "masking_a_key_equals_deleting_it"),
     mistake="A slip of the pen for -1e9.",
@@ -118,6 +125,8 @@ def fill_of_almost_nothing(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
+    kind="fill_not_low_enough",
     does="masked scores are filled with -1e4",
     detected_by=("masked_keys_stay_hidden_behind_very_low_scores",),
     mistake="Chosen to fit half precision; lower scores do occur.",
@@ -129,6 +138,8 @@ def fill_of_minus_ten_thousand(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
+    kind="fill_not_low_enough",
     does="masked scores are filled with the smallest number of float16",
     detected_by=("masked_keys_stay_hidden_behind_very_low_scores",),
     mistake="finfo of the wrong dtype.",
@@ -139,6 +150,7 @@ def fill_of_the_smallest_half(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
     does="the mask is ignored",
     detected_by=("masked_weights_are_zero", "masked_keys_and_values_do_not_matter", "agrees_with_the_oracle"),
     mistake="The argument is accepted and never handed on.",
@@ -149,6 +161,7 @@ def mask_ignored(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
     does="the mask is dropped where queries and keys differ in number",
     detected_by=("masking_a_key_equals_deleting_it", "masked_weights_are_zero"),
     mistake="A branch for cross-attention, which was thought to need no mask.",
@@ -159,6 +172,7 @@ def mask_dropped_for_rectangles(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
     does="rows and columns of a square mask are exchanged",
     detected_by=("masked_weights_are_zero", "agrees_with_the_oracle"),
     mistake="Hidden by symmetric masks; a causal one then shows the future.",
@@ -171,6 +185,7 @@ def square_mask_transposed(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
     does="every query gets the mask row of the first",
     detected_by=("permuting_queries_permutes_outputs", "masked_weights_are_zero"),
     mistake="A padding mask has one row an example; this one has one a query.",
@@ -181,6 +196,7 @@ def first_mask_row_for_all_queries(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
     does="every example gets the mask of the first",
     detected_by=("masked_weights_are_zero", "agrees_with_the_oracle"),
     mistake="One mask was enough while all sequences had one length.",
@@ -191,6 +207,7 @@ def first_mask_for_all_examples(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="signature",
     does="no mask is taken for one that hides everything, and gives 0 / 0",
     detected_by=("works_without_a_mask",),
     mistake="The mask was thought to be always there.",
@@ -203,6 +220,7 @@ def no_mask_hides_everything(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
     does="a causal mask is applied always",
     detected_by=("sees_every_key_unless_masked", "scale_is_one_over_the_square_root_of_d_k", "agrees_with_the_oracle"),
     mistake="Written for the decoder alone.",
@@ -214,6 +232,7 @@ def always_causal(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
     does="a causal mask is applied where no mask is given",
     detected_by=("sees_every_key_unless_masked", "all_true_mask_equals_no_mask"),
     mistake="A default that is right for one caller.",
@@ -224,6 +243,7 @@ def causal_without_a_mask(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
     does="a causal mask is aligned to the last key where queries and keys differ in number",
     detected_by=("agrees_with_the_oracle", "masked_weights_are_zero"),
     mistake="Right for decoding with a cache; here the mask says what is seen, and its triangle was rebuilt.",
@@ -240,6 +260,7 @@ def causal_mask_realigned(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
     does="a query that sees no key gets 0 / 0",
     detected_by=("query_that_sees_nothing_follows_the_convention", "query_that_sees_nothing_has_finite_gradients"),
     mistake="The formula, taken at its word.",
@@ -251,6 +272,7 @@ def nan_for_a_blind_query(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
     does="a query that sees no key sees all of them alike",
     detected_by=("query_that_sees_nothing_follows_the_convention",),
     mistake="A fill of -1e9 in every place is a constant, which the softmax does not see.",
@@ -261,6 +283,7 @@ def mean_for_a_blind_query(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="gradient",
     does="NaN is replaced by 0 after the softmax",
     detected_by=("query_that_sees_nothing_has_finite_gradients",),
     mistake="The gradient flows through what was NaN: 0 * NaN.",
@@ -272,6 +295,7 @@ def nan_replaced_after_the_softmax(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
     does="an example in which one query sees nothing is skipped",
     detected_by=("query_that_sees_nothing_harms_no_other",),
     mistake="any() where all() was meant.",
@@ -288,6 +312,7 @@ def example_skipped_for_a_blind_query(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
     does="a mask with fewer examples is tiled over them",
     detected_by=("broadcasts_a_mask_over_leading_axes",),
     mistake="Examples times heads in one axis: repeat and repeat_interleave differ where both are above 1.",
@@ -303,6 +328,7 @@ def mask_tiled_over_examples(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="signature",
     does="an unbatched query comes back with a batch axis",
     detected_by=("takes_unbatched_input",),
     mistake="Added on the way in, forgotten on the way out.",
@@ -314,6 +340,7 @@ def batch_axis_stays(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="signature",
     does="the output is as wide as a query",
     detected_by=("agrees_with_the_oracle", "linear_in_the_values"),
     mistake="Allocated with the shape of Q; d_v need not be d_k.",
@@ -328,6 +355,7 @@ def output_as_wide_as_a_query(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="signature",
     does="the result stays in float64",
     detected_by=("keeps_its_signature",),
     mistake="Widened for accuracy, never narrowed again.",
@@ -341,6 +369,7 @@ def float64_returned(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="scale",
     does="scores are not scaled",
     detected_by=("scale_is_one_over_the_square_root_of_d_k", "agrees_with_the_oracle"),
     report="mlc-ai/mlc-llm#3426",
@@ -351,6 +380,7 @@ def no_scale(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="scale",
     does="scores are divided by d_k, not by its square root",
     detected_by=("scale_is_one_over_the_square_root_of_d_k", "agrees_with_the_oracle"),
 )
@@ -360,6 +390,7 @@ def scale_without_the_root(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="scale",
     does="the scale is taken from d_model: all heads together",
     detected_by=("takes_any_number_of_leading_axes",),
     mistake="Heads are the last leading axis; with one head nothing shows.",
@@ -372,6 +403,7 @@ def scale_of_d_model(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="scale",
     does="the scale is taken from the width of the values",
     detected_by=("scale_is_one_over_the_square_root_of_d_k", "agrees_with_the_oracle"),
     mistake="d_v is d_k in every model one has seen.",
@@ -382,6 +414,7 @@ def scale_of_the_values(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="scale",
     does="the scale is taken from d_k padded to a power of two",
     detected_by=("scale_is_one_over_the_square_root_of_d_k", "agrees_with_the_oracle"),
     mistake="The kernel pads heads, and asks the padded tensor for its size.",
@@ -394,6 +427,7 @@ def scale_of_the_padded_size(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="scale",
     does="a temperature of 1.01",
     detected_by=("scale_is_one_over_the_square_root_of_d_k", "agrees_with_the_oracle"),
 )
@@ -406,6 +440,7 @@ def temperature(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="axis",
     does="the softmax runs over queries",
     detected_by=("weights_are_a_distribution", "masked_rows_sum_to_one"),
     mistake="Axis -2 has the right length where queries == keys.",
@@ -417,6 +452,7 @@ def softmax_over_queries(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="formula",
     does="a sigmoid of each score in place of the softmax",
     detected_by=("weights_are_a_distribution", "masked_rows_sum_to_one", "output_lies_within_visible_values"),
 )
@@ -426,6 +462,7 @@ def sigmoid_of_scores(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="overflow",
     does="no maximum is subtracted before exp",
     detected_by=("large_scores_stay_finite",),
     report="tenstorrent/tt-metal#52131",
@@ -437,6 +474,8 @@ def no_maximum_subtracted(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="overflow",
+    kind="maximum_of_the_whole_tensor",
     does="the maximum of all scores is subtracted from every query's",
     detected_by=("large_scores_stay_finite", "rows_of_a_batch_are_independent"),
     mistake="max() without an axis.",
@@ -449,6 +488,7 @@ def maximum_of_all_scores(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="formula",
     does="1e-6 is added to the denominator",
     detected_by=("masked_rows_sum_to_one", "one_visible_key_returns_its_value", "agrees_with_the_oracle"),
 )
@@ -460,6 +500,7 @@ def epsilon_in_the_denominator(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="formula",
     does="1 is added to the denominator",
     detected_by=("masked_rows_sum_to_one", "zero_queries_average_the_visible_values"),
     mistake="The variant that may attend to nothing is another function.",
@@ -473,6 +514,7 @@ def one_more_in_the_denominator(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="norm",
     does="keys are normalized to length 1",
     detected_by=("one_vector_added_to_all_keys_changes_nothing", "agrees_with_the_oracle"),
     mistake="A cosine similarity, from another paper.",
@@ -483,6 +525,7 @@ def keys_normalized(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="positions",
     does="scores fall with the distance between query and key",
     detected_by=("zero_queries_average_the_visible_values", "permuting_keys_changes_nothing"),
     mistake="A position bias of the model left in the operator.",
@@ -495,6 +538,7 @@ def distance_lowers_scores(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="batch",
     does="every query uses the scores of the first",
     detected_by=("permuting_queries_permutes_outputs", "agrees_with_the_oracle"),
     mistake="A pointer that is not moved on.",
@@ -524,6 +568,7 @@ def _blockwise(query, key, value, mask, *, rescale=True, guard=True, block=2):
 
 @fault(
     ATTENTION,
+    family="boundary",
     does="the running sum is not rescaled when a later block has a larger score",
     detected_by=("permuting_keys_changes_nothing", "agrees_with_the_oracle"),
     mistake="Nothing shows while the first block holds the maximum.",
@@ -534,6 +579,7 @@ def running_sum_not_rescaled(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="mask",
     does="NaN where the first block of keys is masked as a whole",
     detected_by=("one_visible_key_returns_its_value", "masked_rows_sum_to_one"),
     mistake="exp(-inf - -inf): the running maximum is still -inf.",
@@ -545,6 +591,8 @@ def masked_block_gives_nan(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="boundary",
+    kind="padding_takes_part",
     does="keys are padded to a multiple of 4, and the padding takes part",
     detected_by=("zero_queries_average_the_visible_values", "sees_every_key_unless_masked", "agrees_with_the_oracle"),
     mistake="A partial block must be masked: the score of a padded key is 0, not -inf.",
@@ -559,6 +607,8 @@ def padded_keys_take_part(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="boundary",
+    kind="tail_left_out",
     does="keys after the last whole block of 4 are left out",
     detected_by=("permuting_keys_changes_nothing", "sees_every_key_unless_masked"),
     mistake="The loop runs over keys // 4 blocks.",
@@ -574,6 +624,7 @@ def last_keys_left_out(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="formula",
     does="values belong to other keys: they are reversed",
     detected_by=("one_visible_key_returns_its_value", "masked_weights_are_zero", "agrees_with_the_oracle"),
     mistake="Keys and values split in another order than they were joined.",
@@ -584,6 +635,7 @@ def values_of_other_keys(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="formula",
     does="values are bent by tanh",
     detected_by=("linear_in_the_values", "one_visible_key_returns_its_value"),
     mistake="An activation that belongs to another layer.",
@@ -594,6 +646,7 @@ def values_bent(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="residual",
     does="the mean of the query is added to the output",
     detected_by=("output_lies_within_visible_values", "masked_rows_sum_to_one", "one_visible_key_returns_its_value"),
     mistake="The residual belongs to the block.",
@@ -605,6 +658,7 @@ def query_added(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="formula",
     does="dropout stays on: some weights are 0, the others larger",
     detected_by=("masked_rows_sum_to_one", "weights_are_a_distribution", "output_lies_within_visible_values"),
     mistake="The functional form drops whatever the mode is.",
@@ -624,6 +678,7 @@ def _rounded(tensor):
 
 @fault(
     ATTENTION,
+    family="precision",
     does="inputs are rounded to bfloat16",
     detected_by=("agrees_with_the_oracle", "scale_is_one_over_the_square_root_of_d_k"),
     mistake="Autocast, or a kernel made for one dtype.",
@@ -634,6 +689,7 @@ def bfloat16_inside(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="precision",
     does="weights are rounded to bfloat16 before the product with V",
     detected_by=("agrees_with_the_oracle", "masked_rows_sum_to_one"),
     mistake="Two matrix products, and a cast between them.",
@@ -645,6 +701,8 @@ def weights_in_bfloat16(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="precision",
+    kind="float16_inside",
     does="scores are computed in float16, where 65504 is the largest number",
     detected_by=("large_scores_stay_finite", "agrees_with_the_oracle"),
 )
@@ -662,6 +720,7 @@ def _walked(tensor):
 
 @fault(
     ATTENTION,
+    family="layout",
     does="memory is walked as if Q, K and V were contiguous",
     detected_by=("any_memory_layout",),
     mistake="A kernel that takes the address and the sizes, and forgets the strides.",
@@ -673,6 +732,7 @@ def strides_ignored(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="arguments",
     does="the query is scaled in place",
     detected_by=("does_not_change_its_arguments",),
     mistake="q *= scale saves an allocation, and the caller's tensor with it.",
@@ -684,6 +744,7 @@ def query_scaled_in_place(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="arguments",
     does="the mask is inverted in place",
     detected_by=("does_not_change_its_arguments",),
     mistake="True means hidden further down; the caller's mask is turned over with it.",
@@ -697,6 +758,7 @@ _MASKS: dict[tuple[int, int], torch.Tensor | None] = {}
 
 @fault(
     ATTENTION,
+    family="memory",
     does="the first mask of a size serves all later calls of that size",
     detected_by=("has_no_memory",),
     mistake="A causal mask is made once for each size; this is not always one.",
@@ -712,6 +774,7 @@ _KEYS: dict[torch.Size, torch.Tensor] = {}
 
 @fault(
     ATTENTION,
+    family="memory",
     does="keys of the first call with their shape serve all later ones",
     detected_by=("has_no_memory",),
     mistake="A cache of a decoder that nobody emptied between two texts.",
@@ -722,6 +785,8 @@ def keys_kept_by_shape(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
+    family="batch",
+    kind="batch_statistics",
     does="scores are shifted by the mean of the whole batch, the first key's alone",
     detected_by=("rows_of_a_batch_are_independent",),
     mistake="A statistic of the batch leaks into every row.",
@@ -734,6 +799,8 @@ def batch_statistic(query, key, value, mask=None):
 
 @fault(
     "scaled_dot_product_attention",
+    family="mask",
+    kind="causal_without_a_mask",
     does="is causal where there is no mask and more than four queries meet as many keys",
     detected_by="sees_every_key_unless_masked",
     mistake="A kernel is chosen by shape, and its default is causal.",

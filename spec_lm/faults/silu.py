@@ -14,6 +14,7 @@ SILU = "silu"
 
 @fault(
     SILU,
+    family="precision",
     does="on the negative side the sigmoid is 1 - sigmoid(-x), which cancels",
     detected_by=("accurate_on_the_negative_tail", "mirror_images_stand_in_the_ratio_exp", "agrees_with_the_oracle"),
     mistake="Absolute errors stay tiny, while the output loses all its digits.",
@@ -26,6 +27,8 @@ def cancels_on_the_negative_side(x):
 
 @fault(
     SILU,
+    family="precision",
+    kind="cancels_on_the_negative_side",
     does="the sigmoid is computed from tanh, which cancels on the negative side",
     detected_by=("accurate_on_the_negative_tail", "mirror_images_stand_in_the_ratio_exp"),
     mistake="(1 + tanh(x / 2)) / 2 is the same function, but not the same arithmetic.",
@@ -36,6 +39,7 @@ def sigmoid_from_tanh(x):
 
 @fault(
     SILU,
+    family="overflow",
     does="the argument of the sigmoid is clamped to -18..18, the factor x is not",
     detected_by=("accurate_on_the_negative_tail", "agrees_with_the_oracle"),
     mistake="The sigmoid is flat there, but x is not: the output goes to -inf.",
@@ -47,6 +51,7 @@ def clamped_inside_the_sigmoid(x):
 
 @fault(
     SILU,
+    family="overflow",
     does="the sigmoid is exp(x) / (1 + exp(x)): inf / inf for large x",
     detected_by=("finite_for_every_finite_input", "agrees_with_the_oracle"),
     mistake="The other form of the same formula overflows on the other side, where it does no harm.",
@@ -57,6 +62,7 @@ def inf_over_inf(x):
 
 @fault(
     SILU,
+    family="formula",
     does="the sigmoid of -x",
     detected_by=("mirror_images_stand_in_the_ratio_exp", "agrees_with_the_oracle"),
     mistake="1 / (1 + exp(x)) for 1 / (1 + exp(-x)); mirror images differ by x all the same.",
@@ -67,6 +73,7 @@ def sign_in_the_exponent(x):
 
 @fault(
     SILU,
+    family="formula",
     does="the sigmoid alone, without the factor x",
     detected_by=("mirror_images_differ_by_the_input", "lies_between_zero_and_the_input"),
 )
@@ -79,6 +86,7 @@ def sigmoid_alone(x):
 
 @fault(
     SILU,
+    family="formula",
     does="x sigmoid(1.702 x), an approximation of GELU",
     detected_by=("mirror_images_stand_in_the_ratio_exp", "agrees_with_the_oracle"),
     mistake="Both go by the name of swish.",
@@ -89,6 +97,8 @@ def scaled_sigmoid(x):
 
 @fault(
     SILU,
+    family="formula",
+    kind="gelu",
     does="GELU in its tanh form",
     detected_by=("mirror_images_stand_in_the_ratio_exp", "agrees_with_the_oracle"),
     mistake="The activations look alike, and each is the default somewhere.",
@@ -100,6 +110,8 @@ def gelu_tanh(x):
 
 @fault(
     SILU,
+    family="formula",
+    kind="gelu",
     does="GELU in its erf form",
     detected_by=("mirror_images_stand_in_the_ratio_exp", "agrees_with_the_oracle"),
     report="huggingface/candle#900",
@@ -110,6 +122,7 @@ def gelu_erf(x):
 
 @fault(
     SILU,
+    family="formula",
     does="negative inputs give 0",
     detected_by=("mirror_images_stand_in_the_ratio_exp", "agrees_with_the_oracle"),
     mistake="Its mirror images differ by x too.",
@@ -120,6 +133,7 @@ def relu(x):
 
 @fault(
     SILU,
+    family="formula",
     does="a piecewise linear sigmoid",
     detected_by=("mirror_images_stand_in_the_ratio_exp", "agrees_with_the_oracle"),
     mistake="The hard form is cheaper, and another function.",
@@ -130,6 +144,7 @@ def hard_swish(x):
 
 @fault(
     SILU,
+    family="formula",
     does="softplus, log(1 + exp(x))",
     detected_by=("lies_between_zero_and_the_input", "agrees_with_the_oracle"),
     mistake="Its mirror images differ by x too.",
@@ -140,6 +155,7 @@ def softplus(x):
 
 @fault(
     SILU,
+    family="formula",
     does="0.001 is added to the output",
     detected_by=("lies_between_zero_and_the_input", "accurate_on_the_negative_tail"),
 )
@@ -152,6 +168,7 @@ def hidden_bias(x):
 
 @fault(
     SILU,
+    family="precision",
     does="computed in bfloat16 inside",
     detected_by=("mirror_images_differ_by_the_input", "agrees_with_the_oracle"),
     mistake="Autocast, cast back.",
@@ -162,6 +179,7 @@ def bfloat16_inside(x):
 
 @fault(
     SILU,
+    family="precision",
     does="computed in float16 inside: inputs beyond 65504 become inf",
     detected_by=("finite_for_every_finite_input", "accurate_on_the_negative_tail"),
 )
@@ -171,6 +189,7 @@ def float16_inside(x):
 
 @fault(
     SILU,
+    family="signature",
     does="the result stays in float64",
     detected_by=("keeps_its_signature",),
     mistake="Widened for accuracy, never narrowed again.",
@@ -184,6 +203,7 @@ def float64_returned(x):
 
 @fault(
     SILU,
+    family="precision",
     does="rounded to 256 steps between 0 and the largest entry of the tensor",
     detected_by=("entries_do_not_see_each_other", "rows_of_a_batch_are_independent", "agrees_with_the_oracle"),
     mistake="A scale for the whole tensor, as in 8-bit inference.",
@@ -196,6 +216,7 @@ def quantized_by_the_largest_entry(x):
 
 @fault(
     SILU,
+    family="batch",
     does="the sigmoid sees the mean of the batch subtracted",
     detected_by=("rows_of_a_batch_are_independent", "entries_do_not_see_each_other"),
     mistake="A statistic of the batch leaks into every row.",
@@ -206,6 +227,7 @@ def batch_statistics(x):
 
 @fault(
     SILU,
+    family="signature",
     does="several leading axes come back as one",
     detected_by=("takes_any_number_of_leading_axes",),
     mistake="Flattened for a kernel, never unflattened.",
@@ -216,6 +238,7 @@ def leading_axes_flattened(x):
 
 @fault(
     SILU,
+    family="arguments",
     does="multiplied in place",
     detected_by=("does_not_change_its_arguments",),
     mistake="inplace=True saves an allocation, and the caller's tensor with it.",
@@ -226,6 +249,7 @@ def multiplied_in_place(x):
 
 @fault(
     SILU,
+    family="layout",
     does="memory is walked as if x were contiguous",
     detected_by=("any_memory_layout",),
     mistake="A kernel that takes the address and the sizes, and forgets the strides.",
@@ -240,6 +264,7 @@ _SIGMOIDS: dict[torch.Size, torch.Tensor] = {}
 
 @fault(
     SILU,
+    family="memory",
     does="the sigmoid of the first call of a shape serves all later ones",
     detected_by=("has_no_memory", "agrees_with_the_oracle"),
     mistake="A workspace kept by its size, and taken for filled.",

@@ -17,6 +17,7 @@ def _normalized(exponentials, dim):
 
 @fault(
     SOFTMAX,
+    family="overflow",
     does="no maximum is subtracted before exp",
     detected_by=("large_inputs_stay_finite", "shift_invariance", "agrees_with_the_oracle"),
     mistake="The formula has no maximum in it, and small inputs do not miss it.",
@@ -28,6 +29,7 @@ def no_maximum_subtracted(x, dim):
 
 @fault(
     SOFTMAX,
+    family="overflow",
     does="the maximum of the whole tensor is subtracted from every slice",
     detected_by=(
         "large_inputs_stay_finite",
@@ -43,6 +45,7 @@ def maximum_of_the_whole_tensor(x, dim):
 
 @fault(
     SOFTMAX,
+    family="overflow",
     does="inputs are clamped to -20..20 instead of subtracting the maximum",
     detected_by=("shift_invariance", "ratios_are_exponentials_of_differences"),
     mistake="A clamp keeps exp finite, and moves every input beyond it.",
@@ -53,6 +56,7 @@ def inputs_clamped(x, dim):
 
 @fault(
     SOFTMAX,
+    family="boundary",
     does="a running sum is not rescaled when a larger maximum is met",
     detected_by=("permuting_entries_permutes_probabilities", "sums_to_one", "agrees_with_the_oracle"),
     mistake="The online form keeps a sum relative to the largest entry so far.",
@@ -68,6 +72,7 @@ def running_sum_not_rescaled(x, dim):
 
 @fault(
     SOFTMAX,
+    family="axis",
     does="the axis is ignored: it is always the last one",
     detected_by=("any_dim", "sums_to_one", "agrees_with_the_oracle"),
 )
@@ -77,6 +82,7 @@ def always_the_last_axis(x, dim):
 
 @fault(
     SOFTMAX,
+    family="axis",
     does="an axis counted from the end is counted as if x were a matrix",
     detected_by=("takes_any_number_of_leading_axes",),
     mistake="Axis 1 is the last axis in the one test that was run.",
@@ -88,6 +94,7 @@ def axis_of_a_matrix(x, dim):
 
 @fault(
     SOFTMAX,
+    family="axis",
     does="normalized over the axis before the one asked for",
     detected_by=("sums_to_one", "ratios_are_exponentials_of_differences", "rows_of_a_batch_are_independent"),
     mistake="Attention weights normalized over queries have the right shape where queries == keys.",
@@ -99,6 +106,7 @@ def over_the_axis_before(x, dim):
 
 @fault(
     SOFTMAX,
+    family="axis",
     does="one sum for the whole tensor",
     detected_by=("sums_to_one", "slices_do_not_see_each_other", "rows_of_a_batch_are_independent"),
     mistake="sum() without an axis broadcasts without complaint.",
@@ -113,6 +121,7 @@ def one_sum_for_all(x, dim):
 
 @fault(
     SOFTMAX,
+    family="formula",
     does="1e-6 is added to the denominator",
     detected_by=("one_element_axis_gives_one", "agrees_with_the_oracle"),
     mistake="A guard against division by 0, which cannot happen: the largest entry contributes 1.",
@@ -124,6 +133,7 @@ def epsilon_in_the_denominator(x, dim):
 
 @fault(
     SOFTMAX,
+    family="formula",
     does="1e-6 is added to every exponential, so that none is 0",
     detected_by=("minus_infinity_gets_zero", "ratios_are_exponentials_of_differences"),
     mistake="Done for the sake of a later logarithm; masked entries come back.",
@@ -134,6 +144,7 @@ def small_share_for_all(x, dim):
 
 @fault(
     SOFTMAX,
+    family="formula",
     does="1 is added to the denominator",
     detected_by=("sums_to_one", "one_element_axis_gives_one", "shift_invariance"),
     mistake="The variant that may attend to nothing is another function.",
@@ -146,6 +157,8 @@ def one_more_in_the_denominator(x, dim):
 
 @fault(
     SOFTMAX,
+    family="boundary",
+    kind="tail_left_out",
     does="the last entries are left out of the sum where the axis is not a multiple of 4",
     detected_by=("sums_to_one", "permuting_entries_permutes_probabilities", "agrees_with_the_oracle"),
     mistake="The block loop runs over whole blocks only.",
@@ -159,6 +172,8 @@ def tail_left_out_of_the_sum(x, dim):
 
 @fault(
     SOFTMAX,
+    family="boundary",
+    kind="padding_takes_part",
     does="the axis is padded to a multiple of 4 with zeros, which take part",
     detected_by=("sums_to_one", "one_element_axis_gives_one", "shift_invariance"),
     mistake="Padding must be -inf: exp(0) is 1.",
@@ -175,6 +190,7 @@ def padded_with_zeros(x, dim):
 
 @fault(
     SOFTMAX,
+    family="formula",
     does="the logarithm of the probabilities is returned",
     detected_by=("entries_are_probabilities", "sums_to_one", "minus_infinity_gets_zero"),
     mistake="log_softmax is what a loss wants.",
@@ -185,6 +201,7 @@ def logarithm_returned(x, dim):
 
 @fault(
     SOFTMAX,
+    family="formula",
     does="exponentials are not divided by their sum",
     detected_by=("entries_are_probabilities", "sums_to_one"),
 )
@@ -194,6 +211,7 @@ def not_normalized(x, dim):
 
 @fault(
     SOFTMAX,
+    family="formula",
     does="a sigmoid of each entry by itself",
     detected_by=("sums_to_one", "one_element_axis_gives_one", "ratios_are_exponentials_of_differences"),
 )
@@ -203,6 +221,7 @@ def sigmoid_instead(x, dim):
 
 @fault(
     SOFTMAX,
+    family="formula",
     does="the smallest input gets the largest probability",
     detected_by=("order_is_kept", "agrees_with_the_oracle"),
     mistake="maximum - x in place of x - maximum.",
@@ -211,13 +230,17 @@ def sign_reversed(x, dim):
     return functional.softmax(-x, dim)
 
 
-@fault(SOFTMAX, does="magnitudes decide, signs do not", detected_by=("order_is_kept", "shift_invariance"))
+@fault(
+    SOFTMAX, family="formula", does="magnitudes decide, signs do not", detected_by=("order_is_kept", "shift_invariance")
+)
 def absolute_values(x, dim):
     return functional.softmax(x.abs(), dim)
 
 
 @fault(
     SOFTMAX,
+    family="scale",
+    kind="temperature",
     does="powers of 2 in place of exponentials",
     detected_by=("ratios_are_exponentials_of_differences", "agrees_with_the_oracle"),
     mistake="exp2 is faster; the factor log2(e) was forgotten.",
@@ -228,6 +251,7 @@ def powers_of_two(x, dim):
 
 @fault(
     SOFTMAX,
+    family="scale",
     does="a temperature of 1.01",
     detected_by=("ratios_are_exponentials_of_differences", "agrees_with_the_oracle"),
     mistake="A sampling parameter that stayed in.",
@@ -238,6 +262,7 @@ def temperature(x, dim):
 
 @fault(
     SOFTMAX,
+    family="mask",
     does="-inf is taken for a missing value and read as 0",
     detected_by=("minus_infinity_gets_zero",),
     mistake="nan_to_num and its like, to be rid of NaN.",
@@ -248,6 +273,7 @@ def infinities_read_as_zero(x, dim):
 
 @fault(
     SOFTMAX,
+    family="mask",
     does="-inf minus the maximum is computed by a product with 0",
     detected_by=("minus_infinity_gets_zero",),
     mistake="0 * inf is NaN; a mask must select, not multiply.",
@@ -263,6 +289,7 @@ def infinities_masked_by_a_product(x, dim):
 
 @fault(
     SOFTMAX,
+    family="precision",
     does="computed in bfloat16 inside",
     detected_by=("agrees_with_the_oracle", "ratios_are_exponentials_of_differences"),
     mistake="Autocast, or a kernel made for one dtype.",
@@ -273,6 +300,7 @@ def bfloat16_inside(x, dim):
 
 @fault(
     SOFTMAX,
+    family="precision",
     does="computed in float16 inside: inputs beyond 65504 become inf",
     detected_by=("large_inputs_stay_finite", "agrees_with_the_oracle"),
 )
@@ -282,6 +310,7 @@ def float16_inside(x, dim):
 
 @fault(
     SOFTMAX,
+    family="signature",
     does="the result stays in float64",
     detected_by=("keeps_its_signature",),
     mistake="Widened for accuracy, never narrowed again.",
@@ -292,6 +321,7 @@ def float64_returned(x, dim):
 
 @fault(
     SOFTMAX,
+    family="signature",
     does="axes of one element disappear from the result",
     detected_by=("keeps_its_signature",),
     mistake="squeeze() without an axis.",
@@ -305,6 +335,7 @@ def axes_squeezed(x, dim):
 
 @fault(
     SOFTMAX,
+    family="layout",
     does="memory is walked as if x were contiguous",
     detected_by=("any_memory_layout",),
     mistake="A kernel that takes the address and the sizes, and forgets the strides.",
@@ -316,6 +347,7 @@ def strides_ignored(x, dim):
 
 @fault(
     SOFTMAX,
+    family="arguments",
     does="the maximum is subtracted in place",
     detected_by=("does_not_change_its_arguments",),
     mistake="x -= saves an allocation, and the caller's tensor with it.",
@@ -330,6 +362,7 @@ _SUMS: dict[tuple[torch.Size, int], torch.Tensor] = {}
 
 @fault(
     SOFTMAX,
+    family="memory",
     does="the sum of the first call of a shape serves all later ones",
     detected_by=("has_no_memory", "sums_to_one"),
     mistake="A workspace kept by its size, and taken for filled.",
@@ -342,6 +375,8 @@ def sum_kept_by_shape(x, dim):
 
 @fault(
     SOFTMAX,
+    family="batch",
+    kind="batch_statistics",
     does="the mean of the whole batch is added to the first entry of each slice",
     detected_by=("rows_of_a_batch_are_independent", "slices_do_not_see_each_other"),
     mistake="A statistic of the batch leaks into every row.",

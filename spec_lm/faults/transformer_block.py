@@ -72,6 +72,7 @@ def rotation(x, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="residual",
     does="both residuals carry the normalized stream: n + f(n)",
     detected_by=("zero_output_weights_give_the_input", "pre_norm", *BOTH_BRANCHES, ORACLE),
     mistake="x is overwritten by its norm. Inputs of unit rms nearly hide it.",
@@ -86,6 +87,8 @@ def residual_from_the_normalized_stream(x, weights, num_heads, theta, max_seq_le
 
 @fault(
     BLOCK,
+    family="residual",
+    kind="residual_from_the_normalized_stream",
     does="the second residual carries the normalized stream",
     detected_by=("zero_output_weights_give_the_input", "attention_is_added_to_the_unnormalized_stream"),
     report="allenai/OLMo#680",
@@ -98,6 +101,7 @@ def second_residual_from_the_normalized_stream(x, weights, num_heads, theta, max
 
 @fault(
     BLOCK,
+    family="residual",
     does="the stream is overwritten before it is added: attention's output is added to itself",
     detected_by=("zero_output_weights_give_the_input", "pre_norm", "attention_is_added_to_the_unnormalized_stream"),
     mistake="x = attend(norm(x)), then x + x.",
@@ -112,6 +116,8 @@ def stream_overwritten_by_attention(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="residual",
+    kind="no_residual",
     does="the residual around attention is missing",
     detected_by=("zero_output_weights_give_the_input", *BOTH_BRANCHES),
 )
@@ -123,6 +129,8 @@ def no_residual_around_attention(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="residual",
+    kind="no_residual",
     does="the residual around the feed-forward network is missing",
     detected_by=("zero_output_weights_give_the_input", *BOTH_BRANCHES),
 )
@@ -133,6 +141,7 @@ def no_residual_around_feed_forward(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="residual",
     does="the second residual is the block's input, so attention's result is lost: x + SwiGLU(RMSNorm_2(y))",
     detected_by=("attention_is_added_to_the_unnormalized_stream", "rope_is_on", ORACLE),
     mistake="The same name for the input and the stream.",
@@ -145,6 +154,7 @@ def second_residual_is_the_input(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="residual",
     does="residuals are scaled by 1 / sqrt(2)",
     detected_by=("zero_output_weights_give_the_input", "pre_norm", *BOTH_BRANCHES),
     mistake="It keeps the variance, as other models do.",
@@ -160,6 +170,7 @@ def residuals_scaled(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="norm",
     does="post-norm: RMSNorm(x + f(x)), as in the first Transformer",
     detected_by=("pre_norm", "zero_output_weights_give_the_input", *BOTH_BRANCHES),
     mistake="The figure of the first Transformer shows it so.",
@@ -172,6 +183,7 @@ def post_norm(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="norm",
     does="attention reads the stream without its norm",
     detected_by=("pre_norm", "attention_is_added_to_the_unnormalized_stream", "each_norm_has_its_own_gain"),
 )
@@ -182,6 +194,7 @@ def attention_without_its_norm(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="norm",
     does="what a half gives is normalized once more before it is added",
     detected_by=(*BOTH_BRANCHES, ORACLE),
     mistake="A norm before and after each half is another design.",
@@ -194,6 +207,7 @@ def branches_normalized_after_too(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="norm",
     does="one norm, that of attention, serves both halves",
     detected_by=("each_norm_has_its_own_gain", "feed_forward_is_added_to_the_unnormalized_stream"),
     mistake="Gains of 1, as initialized, do not tell two norms apart.",
@@ -205,6 +219,7 @@ def one_norm_for_both(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="norm",
     does="the gains of the two norms are exchanged",
     detected_by=("each_norm_has_its_own_gain", *BOTH_BRANCHES),
 )
@@ -215,6 +230,8 @@ def gains_exchanged(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="norm",
+    kind="one_plus_gain",
     does="the gain is 1 + the weight",
     detected_by=("pre_norm", "each_norm_has_its_own_gain"),
     mistake="Some models store the gain's distance from 1.",
@@ -224,18 +241,24 @@ def gain_stored_as_distance_from_1(x, weights, num_heads, theta, max_seq_len):
     return functional.transformer_block(x, moved, num_heads, theta, max_seq_len)
 
 
-@fault(BLOCK, does="the eps of the norms is 1e-6", detected_by=("eps_is_1e_5", ORACLE))
+@fault(
+    BLOCK, family="norm", kind="another_eps", does="the eps of the norms is 1e-6", detected_by=("eps_is_1e_5", ORACLE)
+)
 def eps_1e_6(x, weights, num_heads, theta, max_seq_len):
     return assembled(x, parts(weights, num_heads, theta, max_seq_len, eps=1e-6))
 
 
-@fault(BLOCK, does="the eps of the norms is 1e-8", detected_by=("eps_is_1e_5", ORACLE))
+@fault(
+    BLOCK, family="norm", kind="another_eps", does="the eps of the norms is 1e-8", detected_by=("eps_is_1e_5", ORACLE)
+)
 def eps_1e_8(x, weights, num_heads, theta, max_seq_len):
     return assembled(x, parts(weights, num_heads, theta, max_seq_len, eps=1e-8))
 
 
 @fault(
     BLOCK,
+    family="axis",
+    kind="over_sequence_and_features",
     does="the root mean square is taken over the whole sequence",
     detected_by=("causal_independence_from_future_tokens", "prefix_gives_the_first_outputs", ORACLE),
     mistake="A norm of the last two axes looks alike in one token.",
@@ -253,6 +276,7 @@ def norm_over_the_sequence(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="residual",
     does="attention and the feed-forward network run in parallel on the block's input",
     detected_by=("second_half_sees_the_first_halfs_result", ORACLE),
     mistake="Some models do so for speed.",
@@ -264,6 +288,7 @@ def parallel_halves(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="residual",
     does="the feed-forward network runs before attention",
     detected_by=("second_half_sees_the_first_halfs_result", ORACLE),
 )
@@ -275,6 +300,7 @@ def feed_forward_first(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="residual",
     does="one norm, computed once from the input, feeds both halves",
     detected_by=("second_half_sees_the_first_halfs_result", "each_norm_has_its_own_gain"),
 )
@@ -286,6 +312,8 @@ def norm_computed_once(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="weights",
+    kind="gate_and_up_exchanged",
     does="W_1 and W_3 are exchanged: silu(W_3 x) * W_1 x",
     detected_by=("feed_forward_is_added_to_the_unnormalized_stream", ORACLE),
     mistake="Names differ from model to model: w1 w3 w2, gate up down, fc_1 fc_2 proj.",
@@ -301,6 +329,8 @@ def gate_exchanged(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="positions",
+    kind="no_rotation",
     does="queries and keys are not rotated",
     detected_by=("rope_is_on", "attention_is_added_to_the_unnormalized_stream", ORACLE),
 )
@@ -311,6 +341,8 @@ def no_rope(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="positions",
+    kind="theta_is_always_10000",
     does="theta is always 10000",
     detected_by=("rope_is_on", ORACLE),
     mistake="A default that nobody overrides.",
@@ -321,6 +353,8 @@ def theta_ignored(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="positions",
+    kind="head_index_as_position",
     does="the number of the head is taken for the position",
     detected_by=("rope_is_on", ORACLE),
     mistake="The table is sliced by the wrong axis; shapes agree where heads == sequence.",
@@ -336,6 +370,7 @@ def head_taken_for_position(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="positions",
     does="positions are stretched over max_seq_len, whatever the length",
     detected_by=("max_seq_len_is_only_a_limit", "rope_is_on", "prefix_gives_the_first_outputs"),
     mistake="Position interpolation for longer contexts, always on.",
@@ -352,6 +387,7 @@ def positions_stretched(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="boundary",
     does="only a sequence of exactly max_seq_len tokens is accepted",
     detected_by="max_seq_len_is_only_a_limit",
     mistake="The table of angles is added for its whole length.",
@@ -365,6 +401,7 @@ def only_one_length(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="mask",
     does="no causal mask",
     detected_by=("causal_independence_from_future_tokens", "prefix_gives_the_first_outputs", ORACLE),
 )
@@ -377,6 +414,8 @@ def no_causal_mask(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="mask",
+    kind="sees_the_next_token",
     does="the causal mask lets a token see the next one",
     detected_by=("causal_independence_from_future_tokens", "prefix_gives_the_first_outputs"),
     mistake="triu for tril, or a diagonal off by one.",
@@ -390,6 +429,7 @@ def mask_off_by_one(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="scale",
     does="scores grow with the logarithm of the sequence's length",
     detected_by=("prefix_gives_the_first_outputs", "rope_is_on", ORACLE),
     mistake="Other models do so to extrapolate to longer sequences.",
@@ -403,6 +443,7 @@ def scores_scaled_by_length(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="batch",
     does="the batch is joined into one sequence for attention",
     detected_by=("rows_of_a_batch_are_independent", ORACLE),
     mistake="A view of (batch, sequence) as one axis; a batch of 1 hides it.",
@@ -421,7 +462,12 @@ def _through_one_sequence(x, attend):
 
 
 @fault(
-    BLOCK, does="a batch of one loses its axis", detected_by="keeps_its_signature", mistake="squeeze() without an axis."
+    BLOCK,
+    family="signature",
+    kind="axes_squeezed",
+    does="a batch of one loses its axis",
+    detected_by="keeps_its_signature",
+    mistake="squeeze() without an axis.",
 )
 def batch_of_one_squeezed(x, weights, num_heads, theta, max_seq_len):
     return functional.transformer_block(x, weights, num_heads, theta, max_seq_len).squeeze(0)
@@ -429,6 +475,7 @@ def batch_of_one_squeezed(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="arguments",
     does="the caller's input is the stream that both halves add to, in place",
     detected_by="does_not_change_its_arguments",
     mistake="x += ... saves memory.",
@@ -442,6 +489,7 @@ def added_in_place(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="arguments",
     does="weights are popped from the caller's dict",
     detected_by="does_not_change_its_arguments",
     mistake="What is left over after loading is meant to show unknown keys.",
@@ -456,6 +504,7 @@ _READY: dict[Any, Any] = {}
 
 @fault(
     BLOCK,
+    family="memory",
     does="the block made for one call serves the next of the same sizes too, with its own weights and theta",
     detected_by="has_no_memory",
     mistake="The cache's key holds the sizes only.",
@@ -472,6 +521,7 @@ def cached_by_sizes_alone(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="memory",
     does="dropout is on",
     detected_by=("has_no_memory", ORACLE),
     mistake="A module that was never told eval().",

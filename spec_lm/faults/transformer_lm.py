@@ -43,6 +43,7 @@ def scored(x, weights):
 
 @fault(
     LM,
+    family="formula",
     does="a softmax at the end: probabilities for logits",
     detected_by=("unnormalized_logits", "final_norm_before_the_head", ORACLE),
     mistake="The model is drawn with a softmax at its end.",
@@ -53,6 +54,7 @@ def softmax_at_the_end(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="formula",
     does="a log-softmax at the end",
     detected_by=("unnormalized_logits", "final_norm_before_the_head"),
     mistake="The loss is the same, so training looks right.",
@@ -64,6 +66,7 @@ def log_softmax_at_the_end(token_ids, weights, num_heads, theta, context_length)
 
 @fault(
     LM,
+    family="formula",
     does="the mean of each row of logits is subtracted",
     detected_by="unnormalized_logits",
     mistake="The softmax does not see it.",
@@ -75,6 +78,7 @@ def logits_centered(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="formula",
     does="logits are capped: 30 tanh(logits / 30)",
     detected_by=("unnormalized_logits", "final_norm_before_the_head"),
     mistake="Another model's soft cap; small logits hardly show it.",
@@ -85,6 +89,8 @@ def logits_capped(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="weights",
+    kind="tied_weights",
     does="the embedding serves as the head",
     detected_by=("head_is_not_tied_to_the_embedding", "unnormalized_logits", "final_norm_before_the_head"),
     mistake="Tied by a default of the configuration, whatever the weights say.",
@@ -97,6 +103,8 @@ def head_tied(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="weights",
+    kind="tied_weights",
     does="the head overwrites the embedding",
     detected_by=("head_is_not_tied_to_the_embedding", "final_norm_before_the_head"),
     mistake="Two names for one parameter: whichever is loaded last wins.",
@@ -109,6 +117,7 @@ def embedding_tied(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="formula",
     does="logits come one position late: those of the token before",
     detected_by=("final_norm_before_the_head", ORACLE),
     mistake="The shift that the loss needs is made in the model too.",
@@ -123,6 +132,7 @@ def logits_shifted(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="norm",
     does="the final norm is missing",
     detected_by=("final_norm_before_the_head", "zero_layers", ORACLE),
     report="NVIDIA-NeMo/Speech#2197",
@@ -133,6 +143,7 @@ def no_final_norm(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="norm",
     does="the final norm comes after the head",
     detected_by=("final_norm_before_the_head", "unnormalized_logits", ORACLE),
 )
@@ -144,6 +155,8 @@ def norm_after_the_head(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="norm",
+    kind="gain_left_out",
     does="the final norm has no gain",
     detected_by=("final_norm_before_the_head", ORACLE),
     mistake="A gain of 1, as initialized, hides it.",
@@ -153,7 +166,7 @@ def final_norm_without_gain(token_ids, weights, num_heads, theta, context_length
     return functional.transformer_lm(token_ids, plain, num_heads, theta, context_length)
 
 
-@fault(LM, does="the eps of the final norm is 1e-6", detected_by="eps_is_1e_5")
+@fault(LM, family="norm", kind="another_eps", does="the eps of the final norm is 1e-6", detected_by="eps_is_1e_5")
 def final_eps_1e_6(token_ids, weights, num_heads, theta, context_length):
     x = streamed(token_ids, weights, num_heads, theta, context_length)
     return linear(rmsnorm(x, weights[FINAL_GAIN], 1e-6), weights[HEAD])
@@ -161,6 +174,7 @@ def final_eps_1e_6(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="scale",
     does="the embedding is scaled by sqrt(d_model)",
     detected_by=("eps_is_1e_5", ORACLE),
     mistake="The first Transformer does so; norms hide it but for eps and for what the layers add.",
@@ -172,6 +186,8 @@ def embedding_scaled(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="formula",
+    kind="id_is_padding",
     does="id 0 is padding: its embedding is zero",
     detected_by=("vocabulary_permutation_commutes", "final_norm_before_the_head"),
     mistake="padding_idx=0.",
@@ -187,6 +203,7 @@ def id_0_is_padding(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="weights",
     does="all layers use the weights of the first",
     detected_by=("each_layer_has_its_own_weights", "layers_run_in_order", ORACLE),
     mistake="[layer] * n repeats one layer.",
@@ -199,6 +216,7 @@ def first_layer_repeated(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="weights",
     does="layers are sorted by name: 10 and 11 run before 2",
     detected_by="layers_run_in_order",
     mistake="Fewer than eleven layers hide it.",
@@ -210,6 +228,7 @@ def layers_sorted_by_name(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="weights",
     does="layers run in reverse order",
     detected_by=("layers_run_in_order", ORACLE),
 )
@@ -220,6 +239,7 @@ def layers_reversed(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="weights",
     does="the number of a layer is one digit: 10 and 11 are read as 1",
     detected_by="layers_run_in_order",
     mistake='A key that starts with "layers.1" belongs to layer 1, 10 or 11.',
@@ -231,6 +251,7 @@ def one_digit_layer_numbers(token_ids, weights, num_heads, theta, context_length
 
 @fault(
     LM,
+    family="weights",
     does="the last layer is skipped where there are several",
     detected_by=("each_layer_has_its_own_weights", "layers_run_in_order", ORACLE),
     mistake="range(1, n) for layers counted from 0.",
@@ -242,6 +263,7 @@ def last_layer_skipped(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="norm",
     does="the final norm runs after every layer",
     detected_by=("a_layer_that_adds_nothing_can_be_removed", "each_layer_has_its_own_weights", ORACLE),
     mistake="The norm stands inside the loop.",
@@ -256,6 +278,7 @@ def norm_between_layers(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="residual",
     does="what layers add is divided by the square root of their number",
     detected_by=("a_layer_that_adds_nothing_can_be_removed", "each_layer_has_its_own_weights"),
     mistake="A rule of initialization, applied in every call.",
@@ -271,6 +294,7 @@ def additions_scaled_by_depth(token_ids, weights, num_heads, theta, context_leng
 
 @fault(
     LM,
+    family="norm",
     does="without layers there is no final norm either",
     detected_by="zero_layers",
     mistake="The norm is applied when the last layer is met.",
@@ -283,6 +307,7 @@ def no_norm_without_layers(token_ids, weights, num_heads, theta, context_length)
 
 @fault(
     LM,
+    family="mask",
     does="only the first layer is causal",
     detected_by=("causal_independence_from_future_tokens", "prefix_gives_the_first_logits", ORACLE),
     mistake="The mask is built once and consumed, or passed to the first layer alone.",
@@ -297,6 +322,7 @@ def only_the_first_layer_is_causal(token_ids, weights, num_heads, theta, context
 
 @fault(
     LM,
+    family="mask",
     does="no causal mask in any layer",
     detected_by=("causal_independence_from_future_tokens", "prefix_gives_the_first_logits"),
 )
@@ -305,18 +331,18 @@ def no_causal_mask(token_ids, weights, num_heads, theta, context_length):
     return scored(streamed(token_ids, weights, num_heads, theta, context_length, block=block), weights)
 
 
-@fault(LM, does="queries and keys are not rotated", detected_by=ORACLE)
+@fault(LM, family="positions", kind="no_rotation", does="queries and keys are not rotated", detected_by=ORACLE)
 def no_rope(token_ids, weights, num_heads, theta, context_length):
     block = transformer_block.no_rope
     return scored(streamed(token_ids, weights, num_heads, theta, context_length, block=block), weights)
 
 
-@fault(LM, does="theta is always 10000", detected_by=ORACLE)
+@fault(LM, family="positions", kind="theta_is_always_10000", does="theta is always 10000", detected_by=ORACLE)
 def theta_ignored(token_ids, weights, num_heads, theta, context_length):
     return functional.transformer_lm(token_ids, weights, num_heads, 10000.0, context_length)
 
 
-@fault(LM, does="blocks are post-norm", detected_by=ORACLE)
+@fault(LM, family="norm", does="blocks are post-norm", detected_by=ORACLE)
 def post_norm(token_ids, weights, num_heads, theta, context_length):
     block = transformer_block.post_norm
     return scored(streamed(token_ids, weights, num_heads, theta, context_length, block=block), weights)
@@ -327,6 +353,7 @@ def post_norm(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="refusal",
     does="a sequence longer than context_length is accepted",
     detected_by="over_long_input_is_refused",
     mistake="Nothing depends on a table, so nothing fails.",
@@ -339,6 +366,7 @@ def over_long_accepted(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="refusal",
     does="a sequence longer than context_length is cut to its last tokens",
     detected_by="over_long_input_is_refused",
     mistake="What generation does before it calls the model.",
@@ -350,6 +378,7 @@ def over_long_truncated(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="refusal",
     does="positions beyond context_length stay at its last one",
     detected_by="over_long_input_is_refused",
     mistake="A clamped index never fails.",
@@ -369,6 +398,7 @@ def _at(attend, positions):
 
 @fault(
     LM,
+    family="boundary",
     does="only sequences of exactly context_length tokens are accepted",
     detected_by="context_length_is_only_a_limit",
     mistake="Masks and tables are made for one length.",
@@ -382,6 +412,7 @@ def only_one_length(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="positions",
     does="positions are stretched over context_length, whatever the length",
     detected_by=("context_length_is_only_a_limit", ORACLE),
 )
@@ -392,6 +423,7 @@ def positions_stretched(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="refusal",
     does="the mask of a context of one token is broadcast: with context_length 1, future tokens are seen",
     detected_by="over_long_input_is_refused",
     mistake="A mask of one row and one column fits every sequence.",
@@ -408,6 +440,8 @@ def mask_of_one_broadcast(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="signature",
+    kind="float64_returned",
     does="logits are returned in float64",
     detected_by="keeps_its_signature",
     mistake="Logits are widened for the loss.",
@@ -418,6 +452,7 @@ def logits_widened(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="signature",
     does="only the logits of the last token are returned",
     detected_by=("prefix_gives_the_first_logits", ORACLE),
     mistake="Generation needs no more.",
@@ -428,6 +463,7 @@ def last_token_only(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="arguments",
     does="weights are popped from the caller's dict",
     detected_by=("does_not_change_its_arguments", "the_same_weights_serve_twice"),
     mistake="What is left over after loading is meant to show unknown keys.",
@@ -439,6 +475,7 @@ def weights_popped(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="arguments",
     does="W_O is scaled in place in the caller's weights",
     detected_by=("does_not_change_its_arguments", "the_same_weights_serve_twice"),
     mistake="A rule of initialization, applied to weights that were given.",
@@ -453,6 +490,7 @@ def weights_scaled_in_place(token_ids, weights, num_heads, theta, context_length
 
 @fault(
     LM,
+    family="batch",
     does="the batch is joined into one sequence",
     detected_by=("rows_of_a_batch_are_independent", ORACLE),
     mistake="A stream of documents packed into one row, without a mask between them.",
@@ -467,6 +505,7 @@ _READY: dict[Any, Any] = {}
 
 @fault(
     LM,
+    family="memory",
     does="the model made for one call serves the next of the same sizes too, with its own weights and theta",
     detected_by="has_no_memory",
     mistake="The cache's key holds the sizes only.",
@@ -482,6 +521,7 @@ def cached_by_sizes_alone(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
+    family="memory",
     does="dropout is on",
     detected_by=("has_no_memory", ORACLE),
     mistake="A module that was never told eval().",
