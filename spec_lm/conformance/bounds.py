@@ -69,24 +69,24 @@ def bounded(
 
     `args` are those of the plain signature: float64, integer and boolean arrays that hold the already rounded inputs.
     """
-    arithmetic = _arithmetic(dtype, tuple(conventions.items()))
+    a = arithmetic(dtype, conventions)
     exact = exact_value(operator, args, conventions)
     with np.errstate(all="ignore"):
-        error = _ERRORS[operator](arithmetic, exact, *args)
+        error = _ERRORS[operator](a, exact, *args)
     # The oracle itself rounds to float64: there, two results are compared that both err.
     return exact, 2 * error if dtype == "float64" else error
 
 
 def exact_value(operator: str, args: tuple[Any, ...], conventions: Mapping[str, str] = {}) -> np.ndarray:
     """Give the oracle's value of an operator under the declared conventions, without its bound."""
-    arithmetic = _arithmetic("float64", tuple(conventions.items()))
+    a = arithmetic("float64", conventions)
     with np.errstate(all="ignore"):
-        declared = {key: getattr(arithmetic, key) for key in _DECLARED.get(operator, ())}
+        declared = {key: getattr(a, key) for key in FOLLOWED.get(operator, {}).values()}
         return getattr(oracle, operator)(*args, **declared)
 
 
 @dataclass(frozen=True)
-class _Arithmetic:
+class Arithmetic:
     """The roundoffs of one dtype under the declared conventions; `product` is the roundoff of a product's factors."""
 
     u: float
@@ -99,8 +99,17 @@ class _Arithmetic:
     all_masked: str
 
 
+def arithmetic(dtype: str, conventions: Mapping[str, str] = {}) -> Arithmetic:
+    """The roundoffs of a dtype under the declared conventions.
+
+    Raises:
+        ValueError: one of them is no convention, or no choice of its.
+    """
+    return _arithmetic(dtype, tuple(conventions.items()))
+
+
 @lru_cache
-def _arithmetic(dtype: str, conventions: tuple[tuple[str, str], ...]) -> _Arithmetic:
+def _arithmetic(dtype: str, conventions: tuple[tuple[str, str], ...]) -> Arithmetic:
     declared = {name: choices[0] for name, choices in CONVENTIONS.items()}
     for name, choice in conventions:
         if choice not in CONVENTIONS.get(name, ()):
@@ -108,7 +117,7 @@ def _arithmetic(dtype: str, conventions: tuple[tuple[str, str], ...]) -> _Arithm
         declared[name] = choice
     precision = PRECISIONS[dtype]
     follows_float64 = dtype == "float64" and declared["norm_and_rope_tables"] == "float64"
-    return _Arithmetic(
+    return Arithmetic(
         u=precision.u,
         v=precision.v,
         w=PRECISIONS["float64" if follows_float64 else "float32"].u,
@@ -121,12 +130,14 @@ def _arithmetic(dtype: str, conventions: tuple[tuple[str, str], ...]) -> _Arithm
     )
 
 
-_DECLARED = {
-    "rope": ("pairing", "direction"),
-    "scaled_dot_product_attention": ("all_masked",),
-    "multihead_self_attention_with_rope": ("pairing", "direction"),
-    "transformer_block": ("pairing", "direction"),
-    "transformer_lm": ("pairing", "direction"),
+_ROTATION = {"rope_pairing": "pairing", "rope_direction": "direction"}
+# The conventions that change what an operator's result is, and what the oracle calls them.
+FOLLOWED: dict[str, dict[str, str]] = {
+    "rope": _ROTATION,
+    "scaled_dot_product_attention": {"all_masked": "all_masked"},
+    "multihead_self_attention_with_rope": _ROTATION,
+    "transformer_block": _ROTATION,
+    "transformer_lm": _ROTATION,
 }
 
 
@@ -140,26 +151,26 @@ class _Near(NamedTuple):
     error: np.ndarray
 
 
-def _linear(a: _Arithmetic, x: np.ndarray, weight: np.ndarray, x_error: np.ndarray | None = None) -> _Near:
+def _linear(a: Arithmetic, x: np.ndarray, weight: np.ndarray, x_error: np.ndarray | None = None) -> _Near:
     """|W| E(x) + (k + 1) v |W||x| + u|y| + eta, from the error analysis of a sum of k products.
 
     Where x errs the last rounding is of what is there, not of y: in 16 bits u E counts.
     """
     size = np.abs(weight).T
     inexact = ((weight.shape[-1] + 1) * a.v + a.product) * np.abs(x)
-    y = _times(x, weight.T)
+    y = times(x, weight.T)
     if x_error is None:
-        return _Near(y, _times(inexact, size) + a.u * np.abs(y) + a.eta)
-    error = _times(inexact + x_error, size)
+        return _Near(y, times(inexact, size) + a.u * np.abs(y) + a.eta)
+    error = times(inexact + x_error, size)
     return _Near(y, error + a.u * (np.abs(y) + error) + a.eta)
 
 
-def _times(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+def times(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
     """x @ matrix as one product of two matrices: NumPy would make one small product for each leading index."""
     return (x.reshape(-1, x.shape[-1]) @ matrix).reshape(*x.shape[:-1], matrix.shape[-1])
 
 
-def _softmax(a: _Arithmetic, s: np.ndarray, s_error: np.ndarray | None = None) -> _Near:
+def _softmax(a: Arithmetic, s: np.ndarray, s_error: np.ndarray | None = None) -> _Near:
     """Every score may move by D = E(s) + u (2|s| + (max - s) + ln Z + 2), p_i most when the others move against it.
 
     up_i = p_i e^D_i / (p_i e^D_i + sum_{j != i} p_j e^-D_j), and lo_i with the signs of D swapped;
@@ -212,7 +223,7 @@ def _log_sum_of_others(logs: np.ndarray) -> np.ndarray:
 
 
 def _attention(
-    a: _Arithmetic,
+    a: Arithmetic,
     query: np.ndarray,
     key: np.ndarray,
     value: np.ndarray,
@@ -248,7 +259,7 @@ def _attention(
     return _Near(output, error + a.u * (np.abs(output) + error) + a.eta)
 
 
-def _masked(a: _Arithmetic, scores: np.ndarray, error: np.ndarray, mask: np.ndarray) -> _Near:
+def _masked(a: Arithmetic, scores: np.ndarray, error: np.ndarray, mask: np.ndarray) -> _Near:
     """Scores with -inf at False; a query that may see nothing sees everything alike where that is the convention."""
     if a.all_masked != "uniform":
         return _Near(np.where(mask, scores, -np.inf), error)
@@ -256,7 +267,7 @@ def _masked(a: _Arithmetic, scores: np.ndarray, error: np.ndarray, mask: np.ndar
     return _Near(np.where(mask, scores, np.where(nothing, 0, -np.inf)), np.where(nothing, 0, error))
 
 
-def _rmsnorm(a: _Arithmetic, x: np.ndarray, gain: np.ndarray, eps: float) -> _Near:
+def _rmsnorm(a: Arithmetic, x: np.ndarray, gain: np.ndarray, eps: float) -> _Near:
     """|x g| r ((d + 3) w/2 + 2.5 w) + |y|(2w + 2u) + eta (1 + |g|), where r = (mean x^2 + eps)^-1/2.
 
     A sum of d squares errs by (d + 3) w of itself at most, its inverse root by half of that; nothing cancels.
@@ -268,7 +279,7 @@ def _rmsnorm(a: _Arithmetic, x: np.ndarray, gain: np.ndarray, eps: float) -> _Ne
     return _Near(y, error)
 
 
-def _silu(a: _Arithmetic, x: np.ndarray, x_error: np.ndarray | None = None) -> _Near:
+def _silu(a: Arithmetic, x: np.ndarray, x_error: np.ndarray | None = None) -> _Near:
     """|silu'(x)| E(x) + |y|(4u + 4v + 2v |x| (1 - sigmoid(x))) + eta (1 + |x|): relative to y everywhere.
 
     The first term, or how far silu moves within E(x) where that is more: bfloat16 rounds -64.2 to -64, and e^x by 28%.
@@ -285,7 +296,7 @@ def _silu(a: _Arithmetic, x: np.ndarray, x_error: np.ndarray | None = None) -> _
     return _Near(y, error)
 
 
-def _swiglu(a: _Arithmetic, x: np.ndarray, w1: np.ndarray, w2: np.ndarray, w3: np.ndarray) -> _Near:
+def _swiglu(a: Arithmetic, x: np.ndarray, w1: np.ndarray, w2: np.ndarray, w3: np.ndarray) -> _Near:
     """linear, silu, a product and linear, the error of each fed to the next."""
     gate, gate_error = _silu(a, *_linear(a, x, w1))
     up, up_error = _linear(a, x, w3)
@@ -307,7 +318,7 @@ class _Tables(NamedTuple):
 
 
 @lru_cache
-def _pairs(d: int, pairing: str, direction: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def pairs(d: int, pairing: str, direction: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For each element of the last axis: its pair, its partner, and the sign with which the partner's sine comes in."""
     element = np.arange(d)
     first = -1.0 if direction == "counterclockwise" else 1.0
@@ -327,7 +338,7 @@ def _frequencies(d: int, theta: float, w: float) -> tuple[np.ndarray, np.ndarray
 _DIAMETER = 2.0
 
 
-def _angles(a: _Arithmetic, d: int, positions: np.ndarray, theta: float) -> tuple[np.ndarray, np.ndarray]:
+def angles(a: Arithmetic, d: int, positions: np.ndarray, theta: float) -> tuple[np.ndarray, np.ndarray]:
     """phi = position theta^-e of every pair, and delta = min(2, phi w (3 + 2e |ln theta|)), 0 for pair 0.
 
     Rounding e errs by that times ln theta in theta^-e, and the product keeps relative errors: they grow with phi.
@@ -337,13 +348,13 @@ def _angles(a: _Arithmetic, d: int, positions: np.ndarray, theta: float) -> tupl
     return phi, np.minimum(_DIAMETER, np.abs(phi) * relative)
 
 
-def _tables(a: _Arithmetic, d: int, positions: np.ndarray, theta: float) -> _Tables:
-    phi, delta = _angles(a, d, positions, theta)
-    pair, partner, sign = _pairs(d, a.pairing, a.direction)
+def _tables(a: Arithmetic, d: int, positions: np.ndarray, theta: float) -> _Tables:
+    phi, delta = angles(a, d, positions, theta)
+    pair, partner, sign = pairs(d, a.pairing, a.direction)
     return _Tables(np.cos(phi)[..., pair], np.sin(phi)[..., pair] * sign, delta[..., pair], partner)
 
 
-def _rope(a: _Arithmetic, x: np.ndarray, tables: _Tables, x_error: np.ndarray | None = None) -> _Near:
+def _rope(a: Arithmetic, x: np.ndarray, tables: _Tables, x_error: np.ndarray | None = None) -> _Near:
     """For y_1 = p cos - q sin of the pair (p, q), and y_2 with sin and cos swapped:
 
     E = (|p sin| + |q cos|) delta + (|p cos| + |q sin|)(2w + 2u) + delta^2 (|p| + |q|)/2 + u|y| + eta (2 + |p| + |q|).
@@ -363,7 +374,7 @@ def _rope(a: _Arithmetic, x: np.ndarray, tables: _Tables, x_error: np.ndarray | 
 
 
 def _self_attention(
-    a: _Arithmetic,
+    a: Arithmetic,
     x: np.ndarray,
     w_q: np.ndarray,
     w_k: np.ndarray,
@@ -391,10 +402,10 @@ def _split(x: _Near, num_heads: int) -> _Near:
 # ---- Block and language model: the same evaluated again and again, with noise at every step ----
 
 
-class _Noise:
+class Noise:
     """Rounding errors drawn from one fixed pool, always the same ones in the same order; axis 0 counts the samples."""
 
-    def __init__(self, a: _Arithmetic) -> None:
+    def __init__(self, a: Arithmetic) -> None:
         self.a = a
         self.used = 0
 
@@ -439,12 +450,12 @@ def _rounding_pool(u: float) -> np.ndarray:
     return 1 + u * _pool()
 
 
-def _noisy_linear(noise: _Noise, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    size = _times(np.abs(x), np.abs(weight).T)
-    return noise.summed(_times(x, weight.T), size, weight.shape[-1])
+def _noisy_linear(noise: Noise, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    size = times(np.abs(x), np.abs(weight).T)
+    return noise.summed(times(x, weight.T), size, weight.shape[-1])
 
 
-def _noisy_rmsnorm(noise: _Noise, x: np.ndarray, gain: np.ndarray) -> np.ndarray:
+def _noisy_rmsnorm(noise: Noise, x: np.ndarray, gain: np.ndarray) -> np.ndarray:
     """The inside is computed with roundoff w; its result and the product with the gain are rounded to the dtype."""
     w, d = noise.a.w, x.shape[-1]
     mean_square = (x * x).sum(-1, keepdims=True) / d
@@ -453,24 +464,24 @@ def _noisy_rmsnorm(noise: _Noise, x: np.ndarray, gain: np.ndarray) -> np.ndarray
     return noise.rounded(noise.rounded(noise.rounded(x * r, w)) * gain)
 
 
-def _noisy_tables(noise: _Noise, x: np.ndarray, num_heads: int, theta: float) -> _Tables:
+def _noisy_tables(noise: Noise, x: np.ndarray, num_heads: int, theta: float) -> _Tables:
     """Tables as an implementation makes them: once, from inexact angles, and rounded; all layers share them."""
     d = x.shape[-1] // num_heads
     # (samples, batch, heads, sequence): the axes of a query, the same for every example and head.
     positions = np.arange(x.shape[-2]).reshape(*[1] * (x.ndim - 1), -1)
-    phi, delta = _angles(noise.a, d, positions, theta)
+    phi, delta = angles(noise.a, d, positions, theta)
     phi = noise.spread(phi, delta)
     cos, sin = (noise.rounded(table, noise.a.w + noise.a.u) for table in (np.cos(phi), np.sin(phi)))
-    pair, partner, sign = _pairs(d, noise.a.pairing, noise.a.direction)
+    pair, partner, sign = pairs(d, noise.a.pairing, noise.a.direction)
     return _Tables(cos[..., pair], sin[..., pair] * sign, delta, partner)
 
 
-def _noisy_rope(noise: _Noise, x: np.ndarray, tables: _Tables) -> np.ndarray:
+def _noisy_rope(noise: Noise, x: np.ndarray, tables: _Tables) -> np.ndarray:
     straight, crossed = noise.rounded(x * tables.cos), noise.rounded(x[..., tables.partner] * tables.sin)
     return noise.rounded(straight + crossed)
 
 
-def _noisy_attention(noise: _Noise, query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
+def _noisy_attention(noise: Noise, query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
     d_k, keys = key.shape[-1], key.shape[-2]
     transposed = key.swapaxes(-1, -2)
     scores = noise.summed(query @ transposed, np.abs(query) @ np.abs(transposed), d_k)
@@ -483,7 +494,7 @@ def _noisy_attention(noise: _Noise, query: np.ndarray, key: np.ndarray, value: n
 
 
 def _noisy_self_attention(
-    noise: _Noise, x: np.ndarray, weights: oracle.Weights, num_heads: int, tables: _Tables
+    noise: Noise, x: np.ndarray, weights: oracle.Weights, num_heads: int, tables: _Tables
 ) -> np.ndarray:
     query, key, value = (
         oracle.split_heads(_noisy_linear(noise, x, weights[f"attn.{name}_proj.weight"]), num_heads) for name in "qkv"
@@ -493,21 +504,21 @@ def _noisy_self_attention(
     return _noisy_linear(noise, heads, weights["attn.output_proj.weight"])
 
 
-def _noisy_swiglu(noise: _Noise, x: np.ndarray, weights: oracle.Weights) -> np.ndarray:
+def _noisy_swiglu(noise: Noise, x: np.ndarray, weights: oracle.Weights) -> np.ndarray:
     gate = _noisy_linear(noise, x, weights["ffn.w1.weight"])
     up = _noisy_linear(noise, x, weights["ffn.w3.weight"])
     gate = noise.rounded(noise.rounded(oracle.silu(gate)))  # sigmoid and product
     return _noisy_linear(noise, noise.rounded(gate * up), weights["ffn.w2.weight"])
 
 
-def _noisy_block(noise: _Noise, x: np.ndarray, weights: oracle.Weights, num_heads: int, tables: _Tables) -> np.ndarray:
+def _noisy_block(noise: Noise, x: np.ndarray, weights: oracle.Weights, num_heads: int, tables: _Tables) -> np.ndarray:
     normed = _noisy_rmsnorm(noise, x, weights["ln1.weight"])
     y = noise.rounded(x + _noisy_self_attention(noise, normed, weights, num_heads, tables))
     normed = _noisy_rmsnorm(noise, y, weights["ln2.weight"])
     return noise.rounded(y + _noisy_swiglu(noise, normed, weights))
 
 
-def _sampled(a: _Arithmetic, exact: np.ndarray, samples: np.ndarray) -> np.ndarray:
+def _sampled(a: Arithmetic, exact: np.ndarray, samples: np.ndarray) -> np.ndarray:
     """E = 8 sd + u|y| + eta, sd the root mean square deviation of the samples from the exact value."""
     deviation = np.sqrt(np.square(samples - exact).mean(0))
     return DEVIATIONS * deviation + a.u * np.abs(exact) + a.eta
@@ -516,23 +527,23 @@ def _sampled(a: _Arithmetic, exact: np.ndarray, samples: np.ndarray) -> np.ndarr
 # ---- Each operator: (arithmetic, exact value, arguments of the plain signature) -> E ----
 
 
-def _softmax_error(a: _Arithmetic, exact: np.ndarray, x: np.ndarray, dim: int) -> np.ndarray:
+def _softmax_error(a: Arithmetic, exact: np.ndarray, x: np.ndarray, dim: int) -> np.ndarray:
     return np.moveaxis(_softmax(a, np.moveaxis(x, dim, -1)).error, -1, dim)
 
 
-def _embedding_error(a: _Arithmetic, exact: np.ndarray, token_ids: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def _embedding_error(a: Arithmetic, exact: np.ndarray, token_ids: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """A lookup rounds nothing."""
     return np.zeros_like(exact)
 
 
 def _rope_error(
-    a: _Arithmetic, exact: np.ndarray, x: np.ndarray, positions: np.ndarray, theta: float, max_seq_len: int
+    a: Arithmetic, exact: np.ndarray, x: np.ndarray, positions: np.ndarray, theta: float, max_seq_len: int
 ) -> np.ndarray:
     return _rope(a, x, _tables(a, x.shape[-1], positions, theta)).error
 
 
 def _attention_error(
-    a: _Arithmetic,
+    a: Arithmetic,
     exact: np.ndarray,
     query: np.ndarray,
     key: np.ndarray,
@@ -543,7 +554,7 @@ def _attention_error(
 
 
 def _self_attention_error(
-    a: _Arithmetic,
+    a: Arithmetic,
     exact: np.ndarray,
     x: np.ndarray,
     w_q: np.ndarray,
@@ -559,7 +570,7 @@ def _self_attention_error(
 
 
 def _block_error(
-    a: _Arithmetic,
+    a: Arithmetic,
     exact: np.ndarray,
     x: np.ndarray,
     weights: oracle.Weights,
@@ -567,12 +578,12 @@ def _block_error(
     theta: float,
     max_seq_len: int,
 ) -> np.ndarray:
-    noise, x = _Noise(a), x[None]
+    noise, x = Noise(a), x[None]
     return _sampled(a, exact, _noisy_block(noise, x, weights, num_heads, _noisy_tables(noise, x, num_heads, theta)))
 
 
 def _lm_error(
-    a: _Arithmetic,
+    a: Arithmetic,
     exact: np.ndarray,
     token_ids: np.ndarray,
     weights: oracle.Weights,
@@ -580,7 +591,7 @@ def _lm_error(
     theta: float,
     context_length: int,
 ) -> np.ndarray:
-    noise, x = _Noise(a), oracle.embedding(token_ids, weights["token_embeddings.weight"])[None]
+    noise, x = Noise(a), oracle.embedding(token_ids, weights["token_embeddings.weight"])[None]
     tables = _noisy_tables(noise, x, num_heads, theta)
     for layer in range(oracle.number_of_layers(weights)):
         x = _noisy_block(noise, x, oracle.layer_weights(weights, layer), num_heads, tables)

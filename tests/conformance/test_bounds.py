@@ -339,7 +339,7 @@ def attention_bound(x, x_error):
     return bounds._attention(FLOAT64, query, key, value, None, (q_error, k_error, v_error))
 
 
-FLOAT64 = bounds._arithmetic("float64", ())
+FLOAT64 = bounds.arithmetic("float64")
 WEIGHT = np.random.default_rng(9).normal(size=(3, 4))
 
 
@@ -688,13 +688,13 @@ def test_nobodys_random_numbers_change() -> None:
 
 
 def test_no_two_steps_make_the_same_errors() -> None:
-    noise = bounds._Noise(bounds._arithmetic("float32", ()))
+    noise = bounds.Noise(bounds.arithmetic("float32"))
     first, second = noise.spread(np.zeros((1, 100)), 1.0), noise.spread(np.zeros((1, 100)), 1.0)
     assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.1
 
 
 def test_samples_differ_even_when_one_step_needs_the_whole_pool_more_than_once() -> None:
-    noise = bounds._Noise(bounds._arithmetic("float32", ()))
+    noise = bounds.Noise(bounds.arithmetic("float32"))
     spread = noise.spread(np.zeros((1, 2**15)), 1.0)
     assert spread.shape == (bounds.SAMPLES, 2**15)
     assert len(np.unique(spread[:, 0])) == bounds.SAMPLES
