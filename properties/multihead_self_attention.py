@@ -19,7 +19,7 @@ from spec_lm.conformance.strategies import (
     size,
     tensors,
 )
-from spec_lm.conformance.tolerance import bit_equal, close, refuses
+from spec_lm.conformance.tolerance import bit_equal, close, finite, refuses
 
 ATTENTION = "multihead_self_attention"
 BOTH = (ATTENTION, "multihead_self_attention_with_rope")
@@ -212,7 +212,7 @@ def each_head_alone_is_attention_on_its_slice(attend, arguments, head):
     w_o[:, of_head] = arguments.w_o[:, of_head]
     rows = {name: getattr(arguments, name)[of_head] for name in ("w_q", "w_k", "w_v")}
     alone = arguments._replace(**rows, w_o=arguments.w_o[:, of_head], num_heads=1)
-    with attend.naming("rope_pairing", *arguments):
+    with attend.naming(*arguments):
         close(attend(*arguments._replace(w_o=w_o)), attend.exact(*alone))
 
 
@@ -284,3 +284,16 @@ def takes_none_or_more_leading_axes(attend, arguments, leading):
         return t.unflatten(0, (1,) * (leading - 1) + (-1,)) if leading else t[0]
 
     close(attend(*arguments._replace(x=moved(arguments.x).clone())), whole.map(moved))
+
+
+@clause(
+    BOTH,
+    given(arguments=arguments(), large=tensors(_TOKENS, ("large integers", "one large"))),
+    level="should",
+    dtypes=("float32", "float64", "bfloat16"),
+    catches="exp of a large score overflows",
+    source="practice: one NaN spoils the whole model",
+)
+def large_inputs_stay_finite(attend, arguments, large):
+    """Inputs of hundreds, and the scores of ten thousands that come of them, give finite outputs."""
+    finite(attend(*arguments._replace(x=large)))

@@ -68,7 +68,7 @@ def omitted_positions_mean_0_1_2(attend, x, w, num_heads, theta, max_seq_len):
 def positions_are_honored(attend, x, w, num_heads, theta, max_seq_len, positions):
     """Tokens are rotated by the positions given, which need not start at 0, be adjacent or be sorted."""
     call = (x, *w, num_heads, theta, max_seq_len, positions)
-    with attend.naming("rope_pairing", *call):
+    with attend.naming(*call):
         close(attend(*call), attend.exact(*call))
 
 
@@ -83,7 +83,7 @@ def positions_are_honored(attend, x, w, num_heads, theta, max_seq_len, positions
 def positions_may_differ_between_examples(attend, x, w, num_heads, theta, max_seq_len, positions):
     """Positions of shape (batch, sequence) rotate each example by its own, whether or not batch equals heads."""
     call = (x, *w, num_heads, theta, max_seq_len, positions)
-    with attend.naming("rope_pairing", *call):
+    with attend.naming(*call):
         close(attend(*call), attend.exact(*call))
 
 
@@ -180,7 +180,7 @@ def theta_is_honored(attend, x, w, num_heads, theta, max_seq_len, positions):
     rest = (max_seq_len, positions)
     other = 7.0
     change = attend(*call, theta, *rest) - attend(*call, other, *rest)
-    with attend.naming("rope_pairing", *call, other, *rest):
+    with attend.naming(*call, other, *rest):
         close(change, attend.exact(*call, theta, *rest) - attend.exact(*call, other, *rest))
 
 

@@ -47,7 +47,7 @@ def norms_of_pairs_are_kept(rope, x, positions, theta, max_seq_len):
     """Every pair keeps its Euclidean norm, at any position."""
     call = (x, positions, theta, max_seq_len)
     norms = rope(*call).map(lambda t: _pairs(t, rope).norm(dim=-1))
-    with rope.naming("rope_pairing", *call):
+    with rope.naming(*call):
         close(norms, _pairs(x.double(), rope).norm(dim=-1))
 
 
@@ -65,7 +65,7 @@ def rotations_compose(rope, x, positions, more, theta, max_seq_len):
     error = (first - first.value).map(lambda t: _pairs(t, rope).sum(-1, keepdim=True).expand_as(_pairs(t, rope)))
     both = second.map(lambda t: _pairs(t, rope)) + error
     whole = rope(x, positions + more, theta, 2 * max_seq_len)
-    with rope.naming("rope_pairing", x, positions, theta, max_seq_len):
+    with rope.naming(x, positions, theta, max_seq_len):
         close(both, whole.map(lambda t: _pairs(t, rope)))
 
 
@@ -101,7 +101,7 @@ def pair_i_turns_by_position_times_theta_to_minus_2i_over_d(rope, position, thet
     (1, 0) becomes (cos phi, sin phi), (0, 1) becomes (-sin phi, cos phi)."""
     basis = torch.eye(8)
     call = (basis, torch.full((8,), position), theta, FARTHEST)
-    with rope.naming("rope_pairing", *call):
+    with rope.naming(*call):
         close(rope(*call), rope.exact(*call))
 
 
@@ -119,7 +119,7 @@ def adjacent_positions_stay_distinct_far_from_0(rope, x, first, theta):
     vector = x[..., :1, :].expand_as(x).contiguous()
     call = (vector, first + torch.arange(x.shape[-2]), theta, FARTHEST)
     y, exact = rope(*call), rope.exact(*call)
-    with rope.naming("rope_pairing", *call):
+    with rope.naming(*call):
         close(y[..., 1:, :] - y[..., :-1, :], exact[..., 1:, :] - exact[..., :-1, :])
 
 
@@ -153,7 +153,7 @@ def linear_in_x(rope, x, z, positions, theta, max_seq_len):
 def theta_is_honored(rope, x, positions, theta):
     """Angles follow the theta that is given."""
     call = (x, positions, theta, 16)
-    with rope.naming("rope_pairing", *call):
+    with rope.naming(*call):
         close(rope(*call), rope.exact(*call))
 
 
@@ -166,7 +166,7 @@ def theta_is_honored(rope, x, positions, theta):
 def positions_are_honored(rope, x, positions, theta, max_seq_len):
     """Tokens are rotated by the positions given, which need not start at 0, be adjacent or be sorted."""
     call = (x, positions, theta, max_seq_len)
-    with rope.naming("rope_pairing", *call):
+    with rope.naming(*call):
         close(rope(*call), rope.exact(*call))
 
 
@@ -184,7 +184,7 @@ def positions_are_honored(rope, x, positions, theta, max_seq_len):
 def positions_may_differ_between_examples(rope, x, positions, theta, max_seq_len):
     """Positions with the leading axes of x rotate each example by its own."""
     call = (x, positions, theta, max_seq_len)
-    with rope.naming("rope_pairing", *call):
+    with rope.naming(*call):
         close(rope(*call), rope.exact(*call))
 
 

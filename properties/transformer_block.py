@@ -7,10 +7,11 @@ With W_O = 0 attention adds nothing, with W_2 = 0 the feed-forward network adds 
 import hypothesis.strategies as st
 
 from spec_lm.conformance import oracle
+from spec_lm.conformance.bounds import exact_value
 from spec_lm.conformance.clause import clause, given
 from spec_lm.conformance.operators import to_numpy
 from spec_lm.conformance.strategies import GENERAL, MODERATE, NONZERO, THETAS, one_of, size, tensors, weights
-from spec_lm.conformance.tolerance import bit_equal, close
+from spec_lm.conformance.tolerance import bit_equal, close, finite
 
 BLOCK = "transformer_block"
 SOURCE = "course notes: Transformer block"
@@ -34,12 +35,9 @@ def _zeroed(weights, *names):
 def _attention(block, x, weights, heads, theta):
     """MultiHeadSelfAttention(RMSNorm_1(x)) in float64, with RoPE at positions 0, 1, 2, ..."""
     x, weights = to_numpy(x), to_numpy(weights)
-    w_q, w_k, w_v, w_o = (weights[f"attn.{name}_proj.weight"] for name in ("q", "k", "v", "output"))
-    pairing = block.conventions.get("rope_pairing", "neighbors")
-    normed = oracle.rmsnorm(x, weights[GAIN_1], oracle.BLOCK_EPS)
-    return oracle.multihead_self_attention_with_rope(
-        normed, w_q, w_k, w_v, w_o, heads, theta, x.shape[-2], pairing=pairing
-    )
+    projections = (weights[f"attn.{name}_proj.weight"] for name in ("q", "k", "v", "output"))
+    call = (oracle.rmsnorm(x, weights[GAIN_1], oracle.BLOCK_EPS), *projections, heads, theta, x.shape[-2])
+    return exact_value("multihead_self_attention_with_rope", call, block.conventions)
 
 
 def _feed_forward(x, weights):
@@ -74,7 +72,8 @@ def zero_output_weights_give_the_input(block, x, weights, heads, theta, limit):
 def attention_is_added_to_the_unnormalized_stream(block, x, weights, heads, theta, limit):
     """With W_2 zero the block is x + MultiHeadSelfAttention(RMSNorm_1(x)), however far the rms of x is from 1."""
     branch = _attention(block, x, weights, heads, theta)
-    close(block(x, _zeroed(weights, W_2), heads, theta, limit), to_numpy(x) + branch)
+    with block.naming(x, weights, heads, theta, limit):
+        close(block(x, _zeroed(weights, W_2), heads, theta, limit), to_numpy(x) + branch)
 
 
 @clause(
@@ -128,13 +127,16 @@ def second_half_sees_the_first_halfs_result(block, x, weights, heads, theta, lim
 def each_norm_has_its_own_gain(block, x, weights, heads, theta, limit, silent):
     """ln1 is attention's alone and ln2 the feed-forward network's alone: a gain of zero silences its own half only."""
     other = _feed_forward(x, weights) if silent == GAIN_1 else _attention(block, x, weights, heads, theta)
-    close(block(x, _zeroed(weights, silent), heads, theta, limit), to_numpy(x) + other)
+    with block.naming(x, weights, heads, theta, limit):
+        close(block(x, _zeroed(weights, silent), heads, theta, limit), to_numpy(x) + other)
 
 
 @clause(BLOCK, given(**_block(("tiny",))), cases={}, catches="1e-6, 1e-8, or eps outside the root", source=SOURCE)
 def eps_is_1e_5(block, x, weights, heads, theta, limit):
     """The eps of both norms is 1e-5, which decides where the mean square of x is no larger than that."""
-    close(block(x, weights, heads, theta, limit), block.exact(x, weights, heads, theta, limit))
+    call = (x, weights, heads, theta, limit)
+    with block.naming(*call):
+        close(block(*call), block.exact(*call))
 
 
 @clause(
@@ -147,7 +149,8 @@ def eps_is_1e_5(block, x, weights, heads, theta, limit):
 def rope_is_on(block, x, weights, heads, theta, limit):
     """Queries and keys are rotated by RoPE of the given theta, at positions 0, 1, 2, ... of the input's own tokens."""
     branch = _attention(block, x, weights, heads, theta)
-    close(block(x, _zeroed(weights, W_2), heads, theta, limit), to_numpy(x) + branch)
+    with block.naming(x, weights, heads, theta, limit):
+        close(block(x, _zeroed(weights, W_2), heads, theta, limit), to_numpy(x) + branch)
 
 
 @clause(
@@ -191,3 +194,17 @@ def prefix_gives_the_first_outputs(block, x, weights, heads, theta, limit, cut):
     kept = 1 + cut % (x.shape[-2] - 1)
     prefix = block(x[..., :kept, :], weights, heads, theta, limit)
     close(prefix, block(x, weights, heads, theta, limit)[..., :kept, :])
+
+
+@clause(
+    BLOCK,
+    given(**_block(("large", "vast"))),
+    level="should",
+    cases={},
+    dtypes=("float32", "float64", "bfloat16"),
+    catches="a norm that overflows in a short dtype",
+    source="practice: the stream grows with depth, and some of its entries reach tens of thousands",
+)
+def large_streams_stay_finite(block, x, weights, heads, theta, limit):
+    """A stream of large entries passes both norms, and the block, without inf or NaN."""
+    finite(block(x, weights, heads, theta, limit))

@@ -156,7 +156,8 @@ def layers_run_in_order(lm, ids, weights, pair, heads, theta, context):
     bit for bit, the model of these two layers in their order."""
     two = _only(weights, pair)
     logits = lm(ids, two, heads, theta, context)
-    close(logits, lm.exact(ids, two, heads, theta, context), says="two layers do not run in their order")
+    with lm.naming(ids, two, heads, theta, context):
+        close(logits, lm.exact(ids, two, heads, theta, context), says="two layers do not run in their order")
     others = set(range(DEEP)) - set(pair)
     twelve = lm(ids, _silenced(weights, others), heads, theta, context)
     bit_equal(twelve, logits, says="the two layers of twelve that add anything do not run in their order")

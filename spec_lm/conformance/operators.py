@@ -5,13 +5,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lm.conformance.bounds import CONVENTIONS, bounded, exact_value
+from spec_lm.conformance.bounds import CONVENTIONS, FOLLOWED, bounded, exact_value
 from spec_lm.conformance.tolerance import Evidence, NotJudged, Output, Raised, Violation, close
 
 Weights = Mapping[str, Tensor]
@@ -227,6 +228,13 @@ def fresh(value: Any, device: str = "cpu") -> Any:
     return value
 
 
+def _require_gradients(arguments: Sequence[Any]) -> None:
+    for value in arguments:
+        for tensor in value.values() if isinstance(value, Mapping) else [value]:
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                tensor.requires_grad_()
+
+
 def unchanged(handed: Sequence[Any], given: Sequence[Any], names: Sequence[str]) -> None:
     """What was handed to an implementation is afterwards bit for bit what was given.
 
@@ -281,6 +289,7 @@ class Checked:
         observe: told every err/bound.
         device: where the arguments lie; outputs come back to the CPU.
         supports: the part of the domain the implementation declares.
+        requires_grad: whether floating-point arguments require gradients.
         handed: the copies of the last call, as the implementation left them.
     """
 
@@ -290,6 +299,7 @@ class Checked:
     observe: Callable[[float], None] = lambda ratio: None
     device: str = "cpu"
     supports: Mapping[str, Any] = field(default_factory=dict)
+    requires_grad: bool = False
     handed: tuple[Any, ...] = ()
 
     def __call__(self, *arguments: Any) -> Output:
@@ -303,6 +313,8 @@ class Checked:
         if self.supports and (outside := beyond_support(self.operator, arguments, self.supports)):
             raise NotJudged(f"it needs {outside}, which lies outside the declared support")
         self.handed = tuple(fresh(value, self.device) for value in arguments)
+        if self.requires_grad:
+            _require_gradients(self.handed)
         result = self._called()
         self._judge(result, arguments)
         return Output(result, lambda: self._error(arguments), self.observe)
@@ -323,32 +335,49 @@ class Checked:
         return None if gradient is None else gradient.cpu()
 
     @contextmanager
-    def naming(self, convention: str, *arguments: Any) -> Iterator[None]:
-        """Where a comparison inside fails, but the result is right under another choice of the convention, say so.
+    def naming(self, *arguments: Any) -> Iterator[None]:
+        """Where a comparison inside fails, but the result for these arguments is right under other conventions than
+        those declared, say which.
 
         Raises:
-            Violation: names that choice and how to declare it; else what the comparison raised.
+            Violation: names those choices and how to declare them; else what the comparison raised.
         """
         try:
             yield
         except Violation:
-            if self._follows(self.conventions, arguments):
+            choices = self._choices_of(arguments)
+            if not choices:
                 raise
-            for choice in CONVENTIONS[convention]:
-                if self._follows({**self.conventions, convention: choice}, arguments):
-                    words = _CHOICES.get(choice, f"{convention} {choice!r}")
-                    in_code = f"spec_lm_conventions = {{{convention!r}: {choice!r}}}"
-                    message = f"this is {words}; if intended, declare {in_code} or --convention {convention}={choice}"
-                    raise Violation(message, kind=f"convention {choice}") from None
-            raise
+            words = " and ".join(_CHOICES[choice] for choice in choices.values())
+            options = " ".join(f"--convention {name}={choice}" for name, choice in choices.items())
+            message = f"this is {words}; if intended, declare spec_lm_conventions = {choices} or {options}"
+            raise Violation(message, kind=f"convention {', '.join(choices.values())}") from None
 
-    def _follows(self, conventions: Mapping[str, str], arguments: tuple[Any, ...]) -> bool:
-        other = replace(self, conventions=conventions, observe=lambda ratio: None)
+    def _choices_of(self, arguments: tuple[Any, ...]) -> dict[str, str]:
+        """The undeclared choices under which the result is right, as few as will do; none where it is right as it is,
+        or wrong under all."""
         try:
-            close(other(*arguments), other.exact(*arguments))
+            raw = self(*arguments).raw
+        except Violation:
+            return {}
+        for choices in sorted(self._undeclared(), key=len):
+            if replace(self, conventions={**self.conventions, **choices})._explains(raw, arguments):
+                return choices
+        return {}
+
+    def _explains(self, raw: Tensor, arguments: tuple[Any, ...]) -> bool:
+        try:
+            close(Output(raw, lambda: self._error(arguments)), self.exact(*arguments))
         except Violation:
             return False
         return True
+
+    def _undeclared(self) -> Iterator[dict[str, str]]:
+        """Every combination of choices that differ from those declared, the empty one first."""
+        names = FOLLOWED.get(self.operator.name, {})
+        declared = {name: self.conventions.get(name, CONVENTIONS[name][0]) for name in names}
+        for chosen in product(*(CONVENTIONS[name] for name in names)):
+            yield {n: choice for n, choice in zip(names, chosen, strict=True) if choice != declared[n]}
 
     def exact(self, *arguments: Any) -> Tensor:
         """The oracle's float64 values on the same inputs."""
@@ -386,6 +415,8 @@ class Checked:
 _CHOICES = {
     "neighbors": "the pairing of neighbors (2i, 2i + 1)",
     "halves": "the half-split pairing (i, i + d_k/2)",
+    "counterclockwise": "the rotation by the positive angle",
+    "clockwise": "the rotation by the negative angle",
     "zeros": "zeros for a query that sees no key",
     "nan": "NaN for a query that sees no key",
     "uniform": "the mean of all values for a query that sees no key",
