@@ -1,11 +1,25 @@
 """What is true of every operator: its signature, its values, and that a call has no effect but its result."""
 
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from spec_lm.conformance.clause import EVERY, clause, given
 from spec_lm.conformance.operators import Checked, unchanged
-from spec_lm.conformance.strategies import PLAINEST, arguments, batched, size
-from spec_lm.conformance.tolerance import bit_equal, close
+from spec_lm.conformance.strategies import (
+    BLOCK_SIZES,
+    LAYOUTS,
+    LONG_SIZES,
+    PLAINEST,
+    NotJudged,
+    arguments,
+    batched,
+    map_tensors,
+    size,
+)
+from spec_lm.conformance.surroundings import GENERATORS, SETTINGS, seeded, undisturbed
+from spec_lm.conformance.tolerance import Raised, Violation, bit_equal, close
 
 SOURCE = "adapter interface"
 # The arguments that carry the leading axes; elsewhere it is the first alone.
@@ -47,7 +61,8 @@ def keeps_its_signature(operator, arguments):
 @clause(EVERY, given(arguments=arguments()), catches="any deviation from the equation", source=SOURCE)
 def agrees_with_the_oracle(operator, arguments):
     """The result is the equation's value, in float64 on the same inputs, within the derived rounding error."""
-    close(operator(*arguments), operator.exact(*arguments))
+    with operator.naming(*arguments):
+        close(operator(*arguments), operator.exact(*arguments))
 
 
 @clause(
@@ -73,7 +88,8 @@ def has_no_memory(operator, arguments, variant, other):
     """A result depends on the call's own arguments alone, whatever other sizes and parameters were used before."""
     first = operator(*arguments)
     operator(*other)
-    close(operator(*variant), operator.exact(*variant), says="wrong after a call with other parameters")
+    with operator.naming(*variant):
+        close(operator(*variant), operator.exact(*variant), says="wrong after a call with other parameters")
     close(operator(*arguments), first, says="the same call came to something else after others")
 
 
@@ -113,3 +129,215 @@ def takes_any_number_of_leading_axes(operator, arguments, batch):
     if 3 in operator.supports.get("axes", (3,)):
         flat = operator(*_with_batch(operator, arguments, lambda t: t.reshape(-1, *t.shape[len(batch) :])))
         close(whole, flat.map(lambda t: t.reshape(whole.shape)))
+
+
+# ------------------------------------------------------------------------------------------- where the source is silent
+
+
+@clause(
+    EVERY,
+    given(arguments=arguments(layouts=LAYOUTS)),
+    level="should",
+    cases={},
+    catches="strides are ignored: memory is walked as if it were contiguous",
+    source="practice: heads are split without a copy, weights arrive transposed, masks expanded",
+)
+def any_memory_layout(operator, arguments):
+    """The result depends on the values of inputs, weights, masks and positions, not on how they lie in memory."""
+    close(operator(*arguments), operator(*map_tensors(arguments, lambda tensor: tensor.contiguous())))
+
+
+@clause(
+    EVERY,
+    given(arguments=arguments()),
+    level="should",
+    cases={},
+    enough=25,
+    catches="a fast path for inference that computes something else",
+    source="practice: one model is trained with gradients and used without",
+)
+def grad_mode_changes_nothing(operator, arguments):
+    """The result is the same under no_grad and where the arguments require gradients."""
+    plain = operator(*arguments)
+    with torch.no_grad():
+        close(operator(*arguments), plain, says="it differs under no_grad")
+    try:
+        tracked = replace(operator, requires_grad=True)(*arguments)
+    except Raised as raised:
+        raise NotJudged(f"it takes no arguments that require gradients: {raised}") from None
+    close(tracked, plain, says="it differs where the arguments require gradients")
+
+
+def _takes_the_dtype(operator: Checked, arguments: Any) -> None:
+    """Judge no operator in a dtype that it refuses: then it gives no wrong numbers.
+
+    Zeros tell, without a mask or positions of one's own: so that what fails for its values is no refusal.
+    """
+    plain = map_tensors(arguments, lambda t: torch.zeros_like(t) if t.is_floating_point() else t)
+    if operator.operator.optional:
+        plain = plain._replace(**dict.fromkeys(name for name in operator.operator.optional if name in plain._fields))
+    try:
+        operator(*plain)
+    except Raised as raised:
+        raise NotJudged(f"it refuses this dtype: {raised}") from None
+    except Violation:
+        pass
+
+
+def _is_accurate(operator: Checked, arguments: Any) -> None:
+    _takes_the_dtype(operator, arguments)
+    with operator.naming(*arguments):
+        close(operator(*arguments), operator.exact(*arguments))
+
+
+@clause(
+    EVERY,
+    given(arguments=arguments()),
+    level="should",
+    cases={},
+    dtype="bfloat16",
+    catches="another dtype returned; squares, sums or angles computed in 8 bits",
+    source="practice: models are trained in bfloat16",
+)
+def agrees_with_the_oracle_in_bfloat16(operator, arguments):
+    """In bfloat16 the result is bfloat16, and the equation's value within the rounding of that dtype."""
+    _is_accurate(operator, arguments)
+
+
+@clause(
+    EVERY,
+    given(arguments=arguments()),
+    level="should",
+    cases={},
+    dtype="float16",
+    catches="another dtype returned; exp, squares or a mask's fill beyond 65504",
+    source="practice: models are served in float16",
+)
+def agrees_with_the_oracle_in_float16(operator, arguments):
+    """In float16 the result is float16, finite, and the equation's value within the rounding of that dtype."""
+    _is_accurate(operator, arguments)
+
+
+@clause(
+    EVERY,
+    given(arguments=arguments()),
+    level="should",
+    cases={},
+    dtype="float64",
+    catches="a step in float32, which no longer shows in the result's dtype",
+    source="practice: float64 is used where accuracy is what matters",
+)
+def agrees_with_the_oracle_in_float64(operator, arguments):
+    """Where float64 is among the declared dtypes, the result is accurate to float64 (norms and rotary tables to
+    float32, unless declared otherwise)."""
+    if "float64" not in operator.supports.get("dtype", ()):
+        raise NotJudged('it does not declare float64: spec_lm_supports = {"dtype": ["float32", "float64"]}')
+    _is_accurate(operator, arguments)
+
+
+@clause(
+    EVERY,
+    given(arguments=arguments()),
+    where=batched,
+    level="should",
+    cases={},
+    enough=10,
+    catches="a division by the number of elements; a loop that never runs",
+    source="practice: the last batch of a filtered set may be empty",
+)
+def empty_batch_gives_an_empty_result(operator, arguments):
+    """A batch of no examples gives a result of no examples, of the right shape."""
+    operator(*_with_batch(operator, arguments, lambda t: t[:0]))
+
+
+@clause(
+    tuple(BLOCK_SIZES),
+    given(arguments=arguments()),
+    sizes=BLOCK_SIZES,
+    level="should",
+    enough=30,
+    catches="the tail of a block of 32, 64 or 512 is dropped, counted twice or wrongly masked; a padded head size",
+    source="practice: kernels work in blocks, and lengths are not multiples of them",
+)
+def any_length(operator, arguments):
+    """Lengths one below, at and one above a power of two are like any other."""
+    with operator.naming(*arguments):
+        close(operator(*arguments), operator.exact(*arguments))
+
+
+@clause(
+    tuple(LONG_SIZES),
+    given(arguments=arguments()),
+    sizes=LONG_SIZES,
+    level="should",
+    enough=6,
+    catches="an index or a table too narrow for it; sums of thousands of terms in a short dtype",
+    source="practice: vocabularies have 50000 entries and more",
+)
+def long_rows(operator, arguments):
+    """Rows of thousands of entries, and tables of the size of a vocabulary, are like any other."""
+    with operator.naming(*arguments):
+        close(operator(*arguments), operator.exact(*arguments))
+
+
+@clause(
+    tuple(LONG_SIZES),
+    given(arguments=arguments()),
+    sizes=LONG_SIZES,
+    level="should",
+    dtype="bfloat16",
+    enough=6,
+    catches="a sum that is kept in bfloat16: from 256 on, adding 1 changes nothing",
+    source="practice: rows of thousands of entries are summed in every layer",
+)
+def long_rows_in_bfloat16(operator, arguments):
+    """In bfloat16 long rows are summed in float32 at least."""
+    _is_accurate(operator, arguments)
+
+
+@clause(
+    EVERY,
+    given(arguments=arguments()),
+    level="should",
+    cases={},
+    enough=20,
+    catches="dropout that is never switched off; noise",
+    source="practice: evaluation must be repeatable",
+)
+def the_global_random_state_decides_nothing(operator, arguments):
+    """The result does not depend on the global random generators of torch, NumPy and Python."""
+    with seeded(0):
+        first = operator(*arguments)
+    with seeded(1):
+        close(operator(*arguments), first, says="it differs with the state of a global random generator")
+
+
+@clause(
+    EVERY,
+    given(arguments=arguments()),
+    level="should",
+    cases={},
+    enough=5,
+    catches="modules built, and their weights drawn, in every call; a seed set for convenience",
+    source="practice: other code draws from the same generators",
+)
+def leaves_the_global_random_state_alone(operator, arguments):
+    """A call leaves the global random generators of torch, NumPy and Python where they were."""
+    with undisturbed(GENERATORS):
+        operator(*arguments)
+
+
+@clause(
+    EVERY,
+    given(arguments=arguments()),
+    level="should",
+    cases={},
+    enough=5,
+    catches="set_default_dtype, set_grad_enabled or a number of threads that is never put back",
+    source="practice: these settings belong to the whole process",
+)
+def leaves_global_settings_alone(operator, arguments):
+    """A call leaves the process as it was: torch's default dtype and device, grad mode, threads and precision, NumPy's
+    error handling, the current folder and the environment."""
+    with undisturbed(SETTINGS):
+        operator(*arguments)

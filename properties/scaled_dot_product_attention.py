@@ -1,10 +1,10 @@
 """softmax(Q K^T / sqrt(d_k)) V: each query's average of the values it may see."""
 
+import hypothesis.strategies as st
 import torch
 
 from spec_lm.conformance.clause import clause, given
 from spec_lm.conformance.strategies import (
-    LAYOUTS,
     MODERATE,
     NONZERO,
     NotJudged,
@@ -302,7 +302,7 @@ def masked_keys_stay_hidden_behind_very_low_scores(attention, k, mask):
 def query_that_sees_nothing_follows_the_convention(attention, q, k, v, mask, blind):
     """A query whose mask row is all False gets zeros; NaN or the mean of all values where that is declared."""
     mask = _blinded(mask, blind)
-    with attention.naming("all_masked", q, k, v, mask):
+    with attention.naming(q, k, v, mask):
         close(attention(q, k, v, mask)[..., blind, :], attention.exact(q, k, v, mask)[..., blind, :])
 
 
@@ -362,6 +362,53 @@ def broadcasts_a_mask_over_leading_axes(attention, q, k, v, mask, shared):
 
 @clause(
     ATTENTION,
+    given(**_QKV, mask=masks(("random",)), left=st.integers(0, 7)),
+    where=lambda s: len(s.batch) > 0,
+    level="should",
+    catches="a mask is expected to have all axes, or exactly two",
+    source="practice: one mask a head, or one for all, comes without the axes it does not depend on",
+)
+def broadcasts_a_mask_of_fewer_axes(attention, q, k, v, mask, left):
+    """A mask of fewer axes than the scores, down to (queries, keys), serves all examples along the axes it lacks."""
+    full = _visible(mask, q, k)
+    small = full[(0,) * (1 + left % (full.ndim - 2))].clone()
+    close(attention(q, k, v, small), attention(q, k, v, small.expand_as(full).clone()))
+
+
+@clause(
+    ATTENTION,
+    given(**_QKV, mask=masks(("random",))),
+    where=lambda s: s.queries > 1,
+    level="should",
+    catches="a padding mask is expected to be repeated for every query",
+    source="practice: a padding mask depends on the keys alone",
+)
+def broadcasts_a_mask_over_queries(attention, q, k, v, mask):
+    """A mask of one row, (1, keys), serves every query."""
+    row = _visible(mask, q, k)[..., :1, :].clone()
+    close(attention(q, k, v, row), attention(q, k, v, row.expand(*q.shape[:-1], k.shape[-2]).clone()))
+
+
+@clause(
+    ATTENTION,
+    given(
+        q=tensors("*batch queries d_k", ("large integers",)),
+        k=tensors("*batch keys d_k", ("large integers",)),
+        v=_QKV["v"],
+        mask=masks(_ANY_MASK),
+    ),
+    level="should",
+    dtype="float16",
+    catches="a mask's fill beyond 65504; a sum of two fills; products before they are scaled",
+    source="practice: attention is served in half precision",
+)
+def large_half_scores_stay_finite(attention, q, k, v, mask):
+    """float16 scores of thousands, masked or not, give finite outputs."""
+    finite(attention(q, k, v, mask))
+
+
+@clause(
+    ATTENTION,
     given(
         q=tensors("queries d_k", MODERATE),
         k=tensors("keys d_k", MODERATE),
@@ -376,20 +423,3 @@ def takes_unbatched_input(attention, q, k, v, mask):
     """Without any leading axis, (queries, d_k) gives (queries, d_v), as a batch of one does."""
     mask = mask if mask is None else mask[(0,) * (mask.ndim - 2)]
     close(attention(q, k, v, mask), attention(q[None], k[None], v[None], mask)[0])
-
-
-@clause(
-    ATTENTION,
-    given(
-        q=tensors("*batch queries d_k", MODERATE, LAYOUTS),
-        k=tensors("*batch keys d_k", MODERATE, LAYOUTS),
-        v=tensors("*batch keys d_v", MODERATE, LAYOUTS),
-        mask=masks(_ANY_MASK),
-    ),
-    level="should",
-    catches="strides are ignored: memory is walked as if it were contiguous",
-    source="practice: heads are split by exchanging axes, without a copy",
-)
-def any_memory_layout(attention, q, k, v, mask):
-    """The result depends on the values of Q, K and V, not on how they lie in memory."""
-    close(attention(q, k, v, mask), attention(q.contiguous(), k.contiguous(), v.contiguous(), mask))

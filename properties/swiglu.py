@@ -3,8 +3,8 @@
 import torch
 
 from spec_lm.conformance.clause import clause, given
-from spec_lm.conformance.strategies import LAYOUTS, tensors
-from spec_lm.conformance.tolerance import bit_equal, close
+from spec_lm.conformance.strategies import tensors
+from spec_lm.conformance.tolerance import bit_equal, close, finite
 
 SOURCE = "adapter interface: Building blocks, swiglu"
 
@@ -101,16 +101,12 @@ def permuting_hidden_units_changes_nothing(swiglu, x, w1, w2, w3):
 
 @clause(
     "swiglu",
-    given(
-        x=tensors("*batch d_model", _INPUTS, LAYOUTS),
-        w1=_inner(layouts=LAYOUTS),
-        w2=_outer(layouts=LAYOUTS),
-        w3=_inner(layouts=LAYOUTS),
-    ),
+    given(x=tensors("*batch d_model", ("large integers", "one large")), w1=_inner(), w2=_outer(), w3=_inner()),
     level="should",
-    catches="strides are ignored: memory is walked as if it were contiguous",
-    source="practice: W1 and W3 are often slices of one tensor",
+    dtypes=("float32", "float64", "bfloat16"),
+    catches="exp of a large gate: inf / inf, or 0 times inf",
+    source="practice: gates of hundreds occur, and one NaN spoils the whole model",
 )
-def any_memory_layout(swiglu, x, w1, w2, w3):
-    """The result depends on the values of x and the weights, not on how they lie in memory."""
-    close(swiglu(x, w1, w2, w3), swiglu.exact(x, w1, w2, w3))
+def large_inputs_stay_finite(swiglu, x, w1, w2, w3):
+    """Gates of hundreds, of either sign, give finite outputs."""
+    finite(swiglu(x, w1, w2, w3))

@@ -61,6 +61,7 @@ class Clause:
         level: MUST, or SHOULD where the source is silent.
         source: the section of the specification it comes from.
         where: the sizes it needs.
+        sizes: those it draws from, where they are not its operator's.
         cases: required partitions of the sizes by name; each is searched first, by itself.
         feature: what an implementation lacks where this fails ("mask none", or each failing case's name); then the
             operator's other clauses leave it out of their draws.
@@ -77,6 +78,7 @@ class Clause:
     level: Level = "must"
     source: str = ""
     where: Where | None = field(default=None, repr=False)
+    sizes: tuple[Size, ...] = field(default=(), repr=False)
     cases: Mapping[str, Where] = field(default_factory=dict, repr=False)
     feature: str = ""
     dtype: str = ""
@@ -97,10 +99,12 @@ class Clause:
         """The run's domain narrowed to what this clause, and one of its cases, needs."""
         base = domain or Domain(self.operator)
         dtype = self.dtype or base.dtype
+        if dtype not in base.supports.get("dtype", (dtype,)):
+            raise NotJudged(f"its declared support has no {dtype}")
         if self.dtypes and dtype not in self.dtypes:
             raise NotJudged(f"it can be judged in {', '.join(self.dtypes)} only")
         where = self.cases[case] if case else None
-        return replace(base, operator=self.operator, where=self.where, case=where, dtype=dtype)
+        return replace(base, operator=self.operator, where=self.where, case=where, dtype=dtype, table=self.sizes)
 
     def test(
         self,
@@ -300,6 +304,7 @@ def clause(
     source: str = "",
     level: Level = "must",
     where: Where | None = None,
+    sizes: Mapping[str, tuple[Size, ...]] | None = None,
     cases: Mapping[str, Where] | None = None,
     feature: str = "",
     dtype: str = "",
@@ -307,6 +312,8 @@ def clause(
     enough: int = 0,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function as a clause of one operator, or of several (one id each); the arguments are `Clause`'s.
+
+    `sizes` are given by operator, as `BLOCK_SIZES` is.
 
     Raises:
         RegistrationError: duplicate id, no docstring, unknown operator or level, or draws that are not its parameters.
@@ -316,7 +323,8 @@ def clause(
         _validate(body, given, level)
         for operator in (operators,) if isinstance(operators, str) else operators:
             _known_operator(operator, body)
-            partitions = CASES.get(operator, {}) if cases is None else cases
+            table = (sizes or {}).get(operator, ())
+            partitions = CASES.get(operator, {}) if cases is None and not table else cases or {}
             new = Clause(
                 operator,
                 body.__name__,
@@ -326,7 +334,8 @@ def clause(
                 level=level,
                 source=source,
                 where=where,
-                cases=_reachable(operator, where, partitions),
+                sizes=table,
+                cases=_reachable(operator, where, table, partitions),
                 feature=feature,
                 dtype=dtype,
                 dtypes=dtypes,
@@ -340,9 +349,11 @@ def clause(
     return register
 
 
-def _reachable(operator: str, where: Where | None, cases: Mapping[str, Where]) -> dict[str, Where]:
+def _reachable(
+    operator: str, where: Where | None, sizes: tuple[Size, ...], cases: Mapping[str, Where]
+) -> dict[str, Where]:
     """The cases in which the clause can be judged at all."""
-    return {name: case for name, case in cases.items() if Domain(operator, where=where, case=case).rows}
+    return {n: case for n, case in cases.items() if Domain(operator, where=where, case=case, table=sizes).rows}
 
 
 def _validate(body: Callable[..., None], given: Given, level: str) -> None:

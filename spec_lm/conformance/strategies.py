@@ -54,9 +54,8 @@ def _table(names: str, *rows: tuple[Any, ...], **derived: Callable[[Size], Any])
 
 def _model_table(*rows: tuple[Any, ...]) -> tuple[Size, ...]:
     names = "batch sequence heads d_head d_ff layers vocab"
-    return _table(
-        names, *rows, d_model=lambda s: s.heads * s.d_head, max_seq_len=lambda s: 16, context_length=lambda s: 16
-    )
+    longest = {name: lambda s: max(16, s.sequence) for name in ("max_seq_len", "context_length")}
+    return _table(names, *rows, d_model=lambda s: s.heads * s.d_head, **longest)
 
 
 # Simplest first: shrinking walks towards the first row. Few rows, since some implementations pay 0.15 s for each fresh
@@ -74,11 +73,13 @@ _MHA = _model_table(
     ((2,), 7, 4, 2, 8, 1, 9),
     ((4,), 6, 2, 6, 16, 2, 11),
     ((1,), 9, 2, 8, 24, 1, 17),
+    ((1,), 34, 1, 2, 4, 1, 5),
 )
 SIZES: dict[str, tuple[Size, ...]] = {
     "softmax": _table(
         "batch n",
         *(((), 1), ((), 2), ((2,), 1), ((2,), 3), ((), 5), ((3,), 3), ((1,), 8), ((2, 3), 4), ((4,), 17), ((), 64)),
+        ((), 65),
     ),
     "silu": _table("batch n", *(((), 1), ((), 3), ((2,), 2), ((2, 3), 5), ((), 33), ((4, 1, 2), 8))),
     "linear": _table(
@@ -93,7 +94,7 @@ SIZES: dict[str, tuple[Size, ...]] = {
     "rmsnorm": _table(
         "batch d_model",
         *(((), 1), ((), 2), ((2,), 2), ((1,), 4), ((3,), 3), ((2, 3), 8), ((2, 1, 2), 5), ((4,), 64)),
-        ((2, 2, 1, 2), 6),
+        *(((2, 2, 1, 2), 6), ((1,), 257)),
     ),
     "swiglu": _table(
         "batch d_model d_ff",
@@ -110,12 +111,58 @@ SIZES: dict[str, tuple[Size, ...]] = {
         *(((1,), 1, 1, 1, 1), ((1,), 1, 2, 1, 1), ((1,), 2, 2, 1, 1), ((1,), 2, 2, 2, 2), ((1,), 2, 3, 2, 3)),
         *(((2,), 3, 3, 4, 3), ((2,), 3, 5, 4, 2), ((1, 2), 4, 4, 4, 4), ((2, 3), 2, 6, 8, 5), ((3,), 7, 5, 3, 5)),
         *(((2, 2), 5, 5, 8, 8), ((2, 1, 2), 3, 4, 2, 4), ((1,), 1, 9, 16, 9), ((2,), 8, 17, 5, 17)),
-        ((1,), 8, 8, 4, 3),
+        *(((1,), 8, 8, 4, 3), ((1,), 3, 33, 2, 1), ((1,), 66, 66, 1, 2)),
     ),
     "multihead_self_attention": _MHA,
     "multihead_self_attention_with_rope": _MHA,
     "transformer_block": _MHA,
     "transformer_lm": tuple(size for size in _MHA if size.sequence * size.d_model <= 36),
+}
+
+# Lengths at which kernels that work in blocks go wrong: one less than a block, a block, one more.
+_LENGTHS = (31, 32, 33, 63, 64, 65, 127, 513)
+_LONG_MODELS = _model_table(
+    *(((1,), length, 1, 2, 4, 1, 5) for length in _LENGTHS[:-1]), ((2,), 130, 2, 2, 4, 1, 5), ((1,), 513, 1, 2, 2, 1, 3)
+)
+BLOCK_SIZES: dict[str, tuple[Size, ...]] = {
+    "softmax": _table("batch n", *(((), length) for length in _LENGTHS), ((3,), 130)),
+    "silu": _table("batch n", *(((), length) for length in _LENGTHS), ((3,), 130)),
+    "linear": _table("batch d_in d_out", *(((2,), n, 1) for n in _LENGTHS), ((), 3, 33), ((65,), 2, 130)),
+    "embedding": _table("batch vocab d_model", *(((n,), n, 1) for n in _LENGTHS), ((2,), 3, 33), ((3,), 5, 130)),
+    "rmsnorm": _table("batch d_model", *(((), length) for length in _LENGTHS), ((3,), 130), ((65,), 3)),
+    "swiglu": _table("batch d_model d_ff", *((((2,), 1, n)) for n in _LENGTHS), ((33,), 2, 3), ((), 65, 2)),
+    "rope": _table(
+        "batch sequence d_k",
+        *(((), length, 2) for length in _LENGTHS),
+        *(((2,), 3, 64), ((), 2, 66), ((1, 2), 2, 128), ((3,), 130, 4)),
+        max_seq_len=lambda s: 2 * s.sequence,
+    ),
+    "scaled_dot_product_attention": _table(
+        "batch queries keys d_k d_v",
+        *(((1,), 1, length, 1, 1) for length in _LENGTHS),
+        *(((1,), length, 2, 1, 1) for length in _LENGTHS),
+        *(
+            ((1,), 33, 33, 1, 1),
+            ((1,), 65, 65, 2, 1),
+            ((2,), 130, 130, 2, 2),
+            ((1,), 2, 3, 64, 1),
+            ((1,), 2, 3, 72, 80),
+        ),
+        *(((1, 2), 2, 33, 80, 3), ((1,), 3, 65, 128, 64), ((1,), 513, 513, 1, 1)),
+    ),
+    "multihead_self_attention": _LONG_MODELS,
+    "multihead_self_attention_with_rope": _LONG_MODELS,
+    "transformer_block": tuple(size for size in _LONG_MODELS if size.sequence < 130),
+    "transformer_lm": tuple(size for size in _LONG_MODELS if size.sequence < 100),
+}
+# Rows as long as a vocabulary, tables of its size, sums of thousands of products.
+LONG_SIZES: dict[str, tuple[Size, ...]] = {
+    "softmax": _table("batch n", ((), 4097), ((2,), 30000)),
+    "linear": _table("batch d_in d_out", ((), 4097, 1), ((2,), 12288, 2)),
+    "embedding": _table("batch vocab d_model", ((3,), 2049, 1), ((40,), 50257, 2)),
+    "rmsnorm": _table("batch d_model", ((), 4097), ((2,), 12288)),
+    "swiglu": _table("batch d_model d_ff", ((), 2, 4097), ((2,), 3, 11008)),
+    "scaled_dot_product_attention": _table("batch queries keys d_k d_v", ((1,), 1, 4097, 1, 1), ((1,), 2, 9000, 2, 2)),
 }
 
 _COINCIDENCES: dict[str, Callable[[Size], bool]] = {
@@ -165,6 +212,7 @@ class Domain:
         without: features the implementation was seen to lack, as "mask none": left out of the draws.
         supports: the part of the domain the implementation declares, as {"d_head": [64]}.
         key: arguments drawn under one key share their size.
+        table: a clause's own sizes, simplest first; by default those of its operator.
     """
 
     operator: str
@@ -174,11 +222,13 @@ class Domain:
     without: frozenset[str] = frozenset()
     supports: Mapping[str, Any] = field(default_factory=dict)
     key: str = "sizes"
+    table: tuple[Size, ...] = ()
 
     @cached_property
     def rows(self) -> list[Size]:
         """The sizes left to draw from, simplest first."""
-        rows = [size for size in _fitted_table(self.operator, self.supports) if self._takes(size)]
+        table = self.table or SIZES[self.operator]
+        rows = [size for size in _fitted_table(table, self.supports) if self._takes(size)]
         if self.where is PLAINEST:
             return rows[:1]
         return [row for row in rows if self.case is None or self.case(row)]
@@ -200,9 +250,9 @@ class Domain:
         return not lacking and (self.where is None or self.where(size))
 
 
-def _fitted_table(operator: str, supports: Mapping[str, Any]) -> list[Size]:
-    """The operator's sizes, each axis moved to the nearest that is supported; those that coincide stand once."""
-    fitted = [_fitted(size, supports) for size in SIZES[operator]]
+def _fitted_table(table: tuple[Size, ...], supports: Mapping[str, Any]) -> list[Size]:
+    """The sizes, each axis moved to the nearest that is supported; those that coincide stand once."""
+    fitted = [_fitted(size, supports) for size in table]
     return [size for number, size in enumerate(fitted) if size not in fitted[:number]]
 
 
@@ -294,7 +344,7 @@ GAINS = ("plain", "positive", "small integers", "constant")
 
 # ------------------------------------------------------------------------------------------------------------- recipes
 
-LAYOUTS = ("contiguous", "transposed", "sliced", "offset")
+LAYOUTS = ("contiguous", "transposed", "sliced", "offset", "expanded")
 
 
 @dataclass(frozen=True)
@@ -313,20 +363,25 @@ class TensorRecipe:
         for size in self.shape:
             count *= size
         values = REGIMES[self.regime](_integers(self.seed, count), self.dtype)
-        return _laid_out(values.to(getattr(torch, self.dtype)).reshape(self.shape), self.layout)
+        return laid_out(values.to(getattr(torch, self.dtype)).reshape(self.shape), self.layout)
 
 
-def _laid_out(tensor: Tensor, layout: str) -> Tensor:
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """The tensor in another memory layout; what lies between its elements is NaN, True or 0.
+
+    "expanded" repeats the first entry of the first axis with stride 0, and so changes values.
+    """
+    between = torch.nan if tensor.is_floating_point() else tensor.dtype == torch.bool
     if layout == "transposed" and tensor.ndim >= 2:
         return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
     if layout == "sliced" and tensor.ndim >= 1:
-        wide = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1]), torch.nan)
+        wide = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1]), between)
         wide[..., ::2] = tensor
         return wide[..., ::2]
     if layout == "offset":
-        longer = torch.cat([tensor.new_full((3,), torch.nan), tensor.reshape(-1)])
+        longer = torch.cat([tensor.new_full((3,), between), tensor.reshape(-1)])
         return longer[3:].view(tensor.shape)
-    return tensor
+    return tensor[:1].expand_as(tensor) if layout == "expanded" and tensor.ndim >= 2 else tensor
 
 
 @dataclass(frozen=True)
@@ -495,15 +550,16 @@ RECIPES: dict[str, type] = {
 
 @dataclass(frozen=True)
 class ArgumentsRecipe:
-    """All arguments of an operator's plain signature, by name."""
+    """All arguments of an operator's plain signature, by name, their tensors laid out alike in memory."""
 
     items: tuple[tuple[str, Any], ...]
+    layout: str = "contiguous"
 
     def build(self) -> Any:
         """The arguments as a named tuple, in the order of the plain signature."""
         built: dict[str, Any] = {}
         for name, recipe in self.items:
-            value = build(recipe)
+            value = map_tensors(build(recipe), lambda tensor: laid_out(tensor, self.layout))
             if isinstance(value, Projections):
                 built |= dict(zip(("w_q", "w_k", "w_v", "w_o"), value, strict=True))
             else:
@@ -517,6 +573,17 @@ RECIPES["ArgumentsRecipe"] = ArgumentsRecipe
 @lru_cache
 def _named_tuple(names: tuple[str, ...]) -> Any:
     return namedtuple("Arguments", names)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """An argument with its tensor, or every tensor of its dict or named tuple, changed; anything else is itself."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: change(item) for name, item in value.items()}
+    if hasattr(value, "_replace"):
+        return value._replace(**{name: map_tensors(item, change) for name, item in value._asdict().items()})
+    return value
 
 
 def build(recipe: Any) -> Any:
@@ -746,17 +813,23 @@ ARGUMENTS: dict[str, dict[str, Draw]] = {
 }
 
 
-def arguments(sizes: str = "sizes") -> Draw:
+def arguments(sizes: str = "sizes", layouts: Iterable[str] = ("contiguous",)) -> Draw:
     """All arguments of the domain's operator, built as a named tuple in the order of its plain signature.
 
     Args:
         sizes: arguments that give another name here have sizes of their own.
+        layouts: how all tensors among them lie in memory.
     """
+    layouts = tuple(layouts)
 
     def draw(domain: Domain, name: str) -> SearchStrategy[ArgumentsRecipe]:
         domain = replace(domain, key=sizes)
         drawn = {each: strategy(domain, f"{name} {each}") for each, strategy in ARGUMENTS[domain.operator].items()}
-        return st.builds(lambda *values: ArgumentsRecipe(tuple(zip(drawn, values, strict=True))), *drawn.values())
+
+        def recipe(layout: str, *values: Any) -> ArgumentsRecipe:
+            return ArgumentsRecipe(tuple(zip(drawn, values, strict=True)), layout)
+
+        return st.builds(recipe, st.sampled_from(layouts), *drawn.values())
 
     return draw
 

@@ -4,9 +4,9 @@ from torch import Tensor
 
 from spec_lm.reference import functional
 
-
 # fmt: off
 # The interface reads as the table that it is. Sizes (d_in, vocab_size, ...) are taken from the tensors instead.
+spec_lm_supports = {"dtype": ["float32", "float64", "bfloat16", "float16"]}
 def run_linear(d_in: int, d_out: int, weights: Tensor, in_features: Tensor) -> Tensor:
     return functional.linear(in_features, weights)
 def run_embedding(vocab_size: int, d_model: int, weights: Tensor, token_ids: Tensor) -> Tensor:

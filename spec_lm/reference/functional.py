@@ -64,7 +64,7 @@ def scaled_dot_product_attention(
     query: Float[Tensor, "*batch queries d_k"],
     key: Float[Tensor, "*batch keys d_k"],
     value: Float[Tensor, "*batch keys d_v"],
-    mask: Bool[Tensor, "*#batch queries keys"] | None = None,
+    mask: Bool[Tensor, "*#batch #queries keys"] | None = None,
 ) -> Float[Tensor, "*batch queries d_v"]:
     """Average the values, each weighted by how well its key matches the query: softmax(Q K^T / sqrt(d_k)) V.
     The score of query i and key j is -inf where mask_ij is False; a query that sees no key gets zeros.

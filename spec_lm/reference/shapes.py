@@ -10,7 +10,7 @@
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, wraps
 from inspect import signature
 from itertools import zip_longest
@@ -42,14 +42,14 @@ def shape_checked(function: Callable[Arguments, Result]) -> Callable[Arguments, 
             return check(*args, **kwargs)
         except TypeCheckError as error:
             arguments = signature(function).bind(*args, **kwargs).arguments
-            problem = _problem(function, arguments) or str(error.__cause__ or error).strip()
+            problem = next(_problems(function, arguments), None) or str(error.__cause__ or error).strip()
         raise ShapeError(f"{function.__qualname__}: {problem}")
 
     return checking
 
 
-def _problem(function: Callable[..., Any], arguments: dict[str, Any]) -> str | None:
-    """The first argument that is no such tensor, or the first axis on which two arguments disagree."""
+def _problems(function: Callable[..., Any], arguments: dict[str, Any]) -> Iterator[str]:
+    """Arguments that are no such tensors, and axes on which two arguments disagree; the first one counts."""
     hints = {name: parameter.annotation for name, parameter in signature(function).parameters.items()}
     choices = [(name, kind) for name in arguments for kind in (hints[name], *get_args(hints[name]))]
     tensors = {name: kind for name, kind in choices if hasattr(kind, "dim_str") and arguments[name] is not None}
@@ -58,14 +58,14 @@ def _problem(function: Callable[..., Any], arguments: dict[str, Any]) -> str | N
     for name, kind in tensors.items():
         value, words = arguments[name], kind.dim_str.split()
         if str(getattr(value, "dtype", "")).removeprefix("torch.") not in kind.dtypes:
-            return f"{name} must be a {kind.__name__.split('[')[0]} Tensor, got {getattr(value, 'dtype', type(value))}"
+            yield f"{name} must be a {kind.__name__.split('[')[0]} Tensor, got {getattr(value, 'dtype', type(value))}"
         shape, here, spare = list(value.shape), f"{name} {tuple(value.shape)}", value.ndim - len(words) + 1
         if spare < 0 or (spare != 1 and "*" not in kind.dim_str):
-            return f"{here} does not have the axes ({' '.join(words)}); {expected}"
+            yield f"{here} does not have the axes ({' '.join(words)}); {expected}"
         for word in words:  # the starred word takes every axis that the others leave
             size: Any = tuple(shape.pop(0) for _ in range(spare)) if "*" in word else shape.pop(0)
             first, where = seen.setdefault(word.strip("*#"), (size, here))
-            fits = "#" in word and all(n in (1, m) for n, m in zip_longest(size[::-1], first[::-1], fillvalue=1))
+            ends = (size[::-1], first[::-1]) if "*" in word else ((size,), (first,))
+            fits = "#" in word and all(n in (1, m) for n, m in zip_longest(*ends, fillvalue=1))
             if size != first and not fits:
-                return f"axis {word.strip('*#')} is {size} in {here}, but {first} in {where}; {expected}"
-    return None
+                yield f"axis {word.strip('*#')} is {size} in {here}, but {first} in {where}; {expected}"

@@ -20,6 +20,7 @@ RANKS = {
     "spec_lm.conformance.oracle": 0,
     "spec_lm.conformance.bounds": 1,
     "spec_lm.conformance.tolerance": 1,
+    "spec_lm.conformance.surroundings": 1,
     "spec_lm.conformance.operators": 1,
     "spec_lm.conformance.strategies": 2,
     "spec_lm.conformance.clause": 2,

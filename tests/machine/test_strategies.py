@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import types
+from dataclasses import replace
 
 import hypothesis
 import pytest
@@ -19,6 +20,7 @@ from spec_lm.conformance.strategies import (
     SIZES,
     Domain,
     TensorRecipe,
+    batched,
     build,
     from_json,
     plainest,
@@ -63,10 +65,31 @@ def test_a_recipe_survives_json_and_rebuilds_equal_tensors_in_fresh_memory(opera
 
 
 def test_every_layout_and_regime_holds_the_same_values():
+    """All but "expanded", which repeats the first row, with stride 0."""
     for regime in REGIMES:
         plain = TensorRecipe((2, 3), regime, 5, "float32").build()
         for layout in LAYOUTS:
-            assert torch.equal(TensorRecipe((2, 3), regime, 5, "float32", layout).build(), plain)
+            tensor = TensorRecipe((2, 3), regime, 5, "float32", layout).build()
+            assert torch.equal(tensor, plain[:1].expand(2, 3) if layout == "expanded" else plain)
+            assert (tensor.stride() == plain.stride()) == (layout in ("contiguous", "offset"))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_all_tensors_among_the_arguments_are_laid_out(operator):
+    """Masks, ids, positions and every weight too; values stay."""
+    plain = plainest(Domain(operator, where=batched))
+    for layout in ("transposed", "sliced", "offset"):
+        for value, expected in zip(replace(plain, layout=layout).build(), plain.build(), strict=True):
+            for tensor, same in zip(tensors_of(value), tensors_of(expected), strict=True):
+                assert torch.equal(tensor, same)
+                if layout == "offset":
+                    assert tensor.storage_offset() == 3
+                elif tensor.ndim >= 2 and min(tensor.shape) > 1:
+                    assert not tensor.is_contiguous()
+
+
+def tensors_of(value):
+    return [each for each in (value.values() if isinstance(value, dict) else [value]) if isinstance(each, torch.Tensor)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
