@@ -8,14 +8,17 @@ A fault is one small change of the reference, in the file of its operator. Addin
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import getsourcefile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from spec_lm.conformance.clause import CLAUSES, RegistrationError, nearest
 from spec_lm.conformance.operators import OPERATORS
+from spec_lm.reference import functional
 
 # What a fault gets wrong, and what there is to mend.
 FAMILIES = {
@@ -130,3 +133,38 @@ def catalogue() -> dict[str, Fault]:
 def clauses_detecting(each: Fault) -> Iterator[str]:
     """The ids of the clauses that must detect a fault."""
     yield from (f"{each.operator}.{name}" for name in each.detected_by)
+
+
+@contextmanager
+def planted(each: Fault) -> Iterator[None]:
+    """Inside, the reference contains the fault: whatever is built on its operator computes with it.
+
+    During the fault's own call the reference is whole again, since a fault is made of the reference's other parts.
+    """
+    original = getattr(functional, each.operator)
+
+    def wrong(*arguments: Any, rotate: Callable[..., Any] | None = None, **named: Any) -> Any:
+        with patch.object(functional, each.operator, original), _rotating(each.function, rotate):
+            return each.function(*arguments, **named)
+
+    with patch.object(functional, each.operator, wrong):
+        yield
+
+
+@contextmanager
+def _rotating(function: Callable[..., Any], rotate: Callable[..., Any] | None) -> Iterator[None]:
+    """Inside, the attention that a fault of multi-head attention is built on turns queries and keys first.
+
+    Attention with RoPE asks for this by an argument of the reference's own, which is not in the plain signature.
+    """
+    if rotate is None:
+        yield
+        return
+    attend = functional.scaled_dot_product_attention
+
+    def turned(query: Any, key: Any, value: Any, mask: Any = None) -> Any:
+        return attend(rotate(query), rotate(key), value, mask)
+
+    name = "scaled_dot_product_attention"
+    with patch.object(functional, name, turned), patch.dict(function.__globals__, {name: turned}):
+        yield
