@@ -60,3 +60,15 @@ def test_a_support_of_an_unknown_name_is_told_at_once():
 def test_a_dtype_outside_the_support_is_not_judged():
     report = spec_lm.check({"silu": F.silu}, operators=["silu"], supports={"dtype": ["bfloat16"]}, examples=1)
     assert {outcome.outcome for outcome in report} == {"not_judged"}
+
+
+def test_a_number_of_axes_counts_those_of_each_operators_first_argument():
+    """Four axes are two leading ones in attention, and three in an operator of single rows."""
+
+    def four_axes(x, dim):
+        assert x.ndim == 4
+        return torch.softmax(x, dim)
+
+    report = spec_lm.check({"softmax": four_axes}, operators=["softmax"], supports={"axes": [4]}, examples=10)
+    assert report["softmax.agrees_with_the_oracle"].outcome == "holds"
+    assert report.of("fails", "error") == []

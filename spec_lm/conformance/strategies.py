@@ -228,7 +228,7 @@ class Domain:
     def rows(self) -> list[Size]:
         """The sizes left to draw from, simplest first."""
         table = self.table or SIZES[self.operator]
-        rows = [size for size in _fitted_table(table, self.supports) if self._takes(size)]
+        rows = [size for size in _fitted_table(table, self.supports, _OWN_AXES[self.operator]) if self._takes(size)]
         if self.where is PLAINEST:
             return rows[:1]
         return [row for row in rows if self.case is None or self.case(row)]
@@ -250,17 +250,23 @@ class Domain:
         return not lacking and (self.where is None or self.where(size))
 
 
-def _fitted_table(table: tuple[Size, ...], supports: Mapping[str, Any]) -> list[Size]:
+# How many axes the first argument has beside the leading ones.
+_OWN_AXES = dict.fromkeys(("softmax", "silu", "linear", "rmsnorm", "swiglu", "transformer_lm"), 1) | {"embedding": 0}
+_OWN_AXES |= dict.fromkeys(("rope", "scaled_dot_product_attention", "transformer_block"), 2)
+_OWN_AXES |= dict.fromkeys(("multihead_self_attention", "multihead_self_attention_with_rope"), 2)
+
+
+def _fitted_table(table: tuple[Size, ...], supports: Mapping[str, Any], own: int) -> list[Size]:
     """The sizes, each axis moved to the nearest that is supported; those that coincide stand once."""
-    fitted = [_fitted(size, supports) for size in table]
+    fitted = [_fitted(size, supports, own) for size in table]
     return [size for number, size in enumerate(fitted) if size not in fitted[:number]]
 
 
-def _fitted(size: Size, supports: Mapping[str, Any]) -> Size:
+def _fitted(size: Size, supports: Mapping[str, Any], own: int) -> Size:
     moved = dict(vars(size))
     for name, allowed in supports.items():
         if name == "axes" and "batch" in moved:
-            moved["batch"] = _with_axes(moved["batch"], [axes - 2 for axes in allowed])
+            moved["batch"] = _with_axes(moved["batch"], [axes - own for axes in allowed if axes >= own])
         for axis in same_axes(name):
             if isinstance(moved.get(axis), int):
                 moved[axis] = nearest_supported(moved[axis], allowed)
@@ -271,7 +277,7 @@ def _fitted(size: Size, supports: Mapping[str, Any]) -> Size:
 
 def _with_axes(batch: tuple[int, ...], counts: list[int]) -> tuple[int, ...]:
     """The leading axes, of the nearest supported number: axes of one added in front, or the first ones left out."""
-    count = min(counts, key=lambda n: abs(n - len(batch)))
+    count = min(counts, key=lambda n: abs(n - len(batch)), default=len(batch))
     return (1,) * (count - len(batch)) + batch[max(0, len(batch) - count) :]
 
 

@@ -24,7 +24,7 @@ GENERATORS: dict[str, _Part] = {
 }
 SETTINGS: dict[str, _Part] = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch's default device": (torch.get_default_device, torch.set_default_device),
+    "torch's default device": (torch.get_default_device, lambda device: _device_to(device)),
     "torch's grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
     "torch's matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
@@ -32,7 +32,7 @@ SETTINGS: dict[str, _Part] = {
         torch.are_deterministic_algorithms_enabled,
         lambda enabled: torch.use_deterministic_algorithms(enabled),
     ),
-    "torch's flush of subnormal numbers": (lambda: bool(_smallest() == 0), torch.set_flush_denormal),
+    "torch's flush of subnormal numbers": (lambda: _smallest().item() == 0, torch.set_flush_denormal),
     "NumPy's error handling": (lambda: tuple(np.geterr().items()), lambda state: np.seterr(**dict(state))),
     "the current folder": (os.getcwd, os.chdir),
     "the environment variables": (lambda: tuple(os.environ.items()), lambda items: _environment_to(dict(items))),
@@ -41,6 +41,11 @@ SETTINGS: dict[str, _Part] = {
 
 def _torch_to(state: bytes) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _device_to(device: torch.device) -> None:
+    """The CPU is the default where none is set: to set it would slow down every call from then on."""
+    torch.set_default_device(None if device.type == "cpu" else device)
 
 
 def _hashable(state: Any) -> tuple[Any, ...]:
@@ -55,7 +60,7 @@ def _numpy_to(state: Any) -> None:
 
 def _smallest() -> torch.Tensor:
     """Half of the smallest normal number: 0 where subnormal numbers are flushed."""
-    return torch.tensor([torch.finfo(torch.float32).tiny]) * 0.5
+    return torch.tensor([torch.finfo(torch.float32).tiny], dtype=torch.float32, device="cpu") * 0.5
 
 
 def _environment_to(variables: dict[str, str]) -> None:

@@ -1,0 +1,103 @@
+"""What a call does to its process is seen, named, and undone."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import spec_lm
+from spec_lm.conformance.surroundings import GENERATORS, SETTINGS, seeded, undisturbed
+from spec_lm.conformance.tolerance import Violation
+
+DISTURBANCES = {
+    "torch's global random generator": lambda: torch.rand(1),
+    "NumPy's global random generator": lambda: np.random.rand(),
+    "Python's global random generator": random.random,
+    "torch's default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "torch's default device": lambda: torch.set_default_device("meta"),
+    "torch's grad mode": lambda: torch.set_grad_enabled(False),
+    "torch's number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "torch's matmul precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "torch's deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "torch's flush of subnormal numbers": lambda: torch.set_flush_denormal(True),
+    "NumPy's error handling": lambda: np.seterr(all="raise"),
+    "the current folder": lambda: os.chdir("/"),
+    "the environment variables": lambda: os.environ.update(SPEC_LM_TEST="1"),
+}
+
+
+def read(parts):
+    return {name: get() for name, (get, _) in parts.items()}
+
+
+def test_every_part_has_a_disturbance():
+    assert list(DISTURBANCES) == [*GENERATORS, *SETTINGS]
+
+
+@pytest.mark.parametrize("name", DISTURBANCES)
+def test_a_disturbance_is_named_and_undone(name):
+    parts = GENERATORS if name in GENERATORS else SETTINGS
+    before = read(parts)
+    with pytest.raises(Violation, match=f"^it changed {name}$"), undisturbed(parts):
+        DISTURBANCES[name]()
+    assert read(parts) == before
+
+
+@pytest.mark.parametrize("name", DISTURBANCES)
+def test_a_disturbance_is_undone_where_the_call_raises(name):
+    parts = GENERATORS if name in GENERATORS else SETTINGS
+    before = read(parts)
+
+    def disturb_and_raise():
+        DISTURBANCES[name]()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), undisturbed(parts):
+        disturb_and_raise()
+    assert read(parts) == before
+
+
+def test_nothing_happens_where_nothing_is_disturbed():
+    with undisturbed(GENERATORS | SETTINGS):
+        torch.ones(2).softmax(0)
+
+
+def test_generators_are_seeded_inside_and_as_before_afterwards():
+    before = read(GENERATORS)
+    drawn = []
+    for _ in range(2):
+        with seeded(5):
+            drawn.append((torch.rand(1).item(), np.random.rand(), random.random()))
+    assert drawn[0] == drawn[1]
+    assert read(GENERATORS) == before
+
+
+def test_a_dtype_that_is_refused_is_not_judged():
+    """Refusing a dtype gives no wrong numbers; failing in it for some values does."""
+
+    def refuses(x, dim):
+        if x.dtype == torch.float16:
+            raise TypeError("no half precision")
+        return torch.softmax(x, dim)
+
+    def overflows(x, dim):
+        return (x.exp() / x.exp().sum(dim, keepdim=True)) if x.dtype == torch.float16 else torch.softmax(x, dim)
+
+    clause = "softmax.agrees_with_the_oracle_in_float16"
+    for function, expected in ((refuses, "not_judged"), (overflows, "fails"), (torch.softmax, "holds")):
+        assert spec_lm.check({"softmax": function}, clauses=[clause], level="should")[clause].outcome == expected
+
+
+def test_float64_is_judged_where_it_is_declared():
+    clause = "softmax.agrees_with_the_oracle_in_float64"
+
+    def narrow(x, dim):
+        return torch.softmax(x.float(), dim).to(x.dtype)
+
+    asked = {"clauses": [clause], "level": "should"}
+    declared = {"dtype": ["float32", "float64"]}
+    assert spec_lm.check({"softmax": narrow}, **asked)[clause].outcome == "not_judged"
+    assert spec_lm.check({"softmax": narrow}, supports=declared, **asked)[clause].outcome == "fails"
+    assert spec_lm.check({"softmax": torch.softmax}, supports=declared, **asked)[clause].outcome == "holds"
