@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from spec_lm.conformance.bounds import CONVENTIONS, FOLLOWED, bounded, exact_value
 from spec_lm.conformance.tolerance import Evidence, NotJudged, Output, Raised, Violation, close
+from spec_lm.conformance.vjp import bounded_gradients, exact_gradients
 
 Weights = Mapping[str, Tensor]
 
@@ -228,11 +230,15 @@ def fresh(value: Any, device: str = "cpu") -> Any:
     return value
 
 
-def _require_gradients(arguments: Sequence[Any]) -> None:
-    for value in arguments:
-        for tensor in value.values() if isinstance(value, Mapping) else [value]:
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                tensor.requires_grad_()
+def _floating(arguments: Sequence[Any], names: Sequence[str]) -> dict[str, Tensor]:
+    """Every floating-point tensor among the arguments by name; one in a dict goes by "weights['ln1.weight']"."""
+    found: dict[str, Any] = {}
+    for name, value in zip(names, arguments, strict=False):
+        if isinstance(value, Mapping):
+            found |= {f"{name}[{key!r}]": item for key, item in value.items()}
+        else:
+            found[name] = value
+    return {n: item for n, item in found.items() if isinstance(item, Tensor) and item.is_floating_point()}
 
 
 def unchanged(handed: Sequence[Any], given: Sequence[Any], names: Sequence[str]) -> None:
@@ -247,7 +253,8 @@ def unchanged(handed: Sequence[Any], given: Sequence[Any], names: Sequence[str])
                 raise Violation(f"it changed the keys of its argument {name}", kind=f"changed {name}")
             unchanged(list(after.values()), list(before.values()), [f"{name}[{key!r}]" for key in before])
         elif isinstance(before, Tensor) and not _same_bits(after.cpu(), before):
-            raise Violation(f"it changed its argument {name}", kind="changed", evidence=Evidence(after.cpu(), before))
+            evidence = Evidence(after.detach().cpu(), before)
+            raise Violation(f"it changed its argument {name}", kind="changed", evidence=evidence)
 
 
 def _same_bits(after: Tensor, before: Tensor) -> bool:
@@ -276,6 +283,29 @@ def result_dtype(arguments: Sequence[Any]) -> torch.dtype:
 
 
 @dataclass
+class Call:
+    """A recorded call: copies of what was given, the surroundings, and what came of it.
+
+    Args:
+        arguments: of the plain signature.
+        requires_grad: whether floating-point arguments required gradients.
+        grad_mode: whether torch recorded a graph.
+        seed: that of torch's global random generator.
+        cotangent: where gradients were asked for.
+        output: None where it raised, or returned something that is not the result's type, shape, dtype or device.
+        gradients: by name, those that arrived.
+    """
+
+    arguments: tuple[Any, ...]
+    requires_grad: bool
+    grad_mode: bool
+    seed: int
+    cotangent: Tensor | None = None
+    output: Output | None = None
+    gradients: Mapping[str, Output] = field(default_factory=dict)
+
+
+@dataclass
 class Checked:
     """An implementation's operator as a clause calls it.
 
@@ -291,6 +321,8 @@ class Checked:
         supports: the part of the domain the implementation declares.
         requires_grad: whether floating-point arguments require gradients.
         handed: the copies of the last call, as the implementation left them.
+        handed_cotangent: the copy of the last cotangent, as backward left it.
+        calls: where it is a list, every call is recorded in it.
     """
 
     operator: Operator
@@ -301,6 +333,8 @@ class Checked:
     supports: Mapping[str, Any] = field(default_factory=dict)
     requires_grad: bool = False
     handed: tuple[Any, ...] = ()
+    handed_cotangent: Tensor | None = None
+    calls: list[Call] | None = None
 
     def __call__(self, *arguments: Any) -> Output:
         """Call it.
@@ -310,29 +344,53 @@ class Checked:
             Violation: it returned something that is not the result's type, shape, dtype or device.
             NotJudged: the arguments lie outside the support it declares.
         """
-        if self.supports and (outside := beyond_support(self.operator, arguments, self.supports)):
-            raise NotJudged(f"it needs {outside}, which lies outside the declared support")
-        self.handed = tuple(fresh(value, self.device) for value in arguments)
-        if self.requires_grad:
-            _require_gradients(self.handed)
+        floating = self._hand_over(arguments)
+        for tensor in floating.values() if self.requires_grad else ():
+            tensor.requires_grad_()
+        call = self._recorded(arguments)
         result = self._called()
         self._judge(result, arguments)
-        return Output(result, lambda: self._error(arguments), self.observe)
+        call.output = Output(result, lambda: self._error(arguments), self.observe)
+        return call.output
 
-    def gradient(self, arguments: Sequence[Any], cotangent: Tensor, of: int = 0) -> Tensor | None:
-        """The gradient of sum(cotangent * output) with respect to one argument, by its number.
+    def gradients(self, arguments: Sequence[Any], cotangent: Tensor) -> dict[str, Output]:
+        """The gradient of sum(cotangent * output) with respect to every floating-point argument, by one call forward
+        and one backward; the entry of a dict of weights goes by a name like "weights['ln1.weight']".
 
-        None where the output carries none, or cannot be made to: an implementation need not be differentiable.
+        Only those that arrive: an implementation may copy what it is given, and need not be differentiable at all.
+
+        Raises:
+            Raised: backward raised.
+            Violation: the call returned something that is not the result's type, shape, dtype or device.
+            NotJudged: the arguments lie outside the support it declares.
         """
-        self.handed = tuple(fresh(value, self.device) for value in arguments)
+        leaves = {name: tensor.requires_grad_() for name, tensor in self._hand_over(arguments).items()}
+        handed = self.handed_cotangent = fresh(cotangent, self.device)
+        call = self._recorded(arguments, cotangent)
         try:
             with torch.enable_grad():
-                leaf = self.handed[of].requires_grad_()
                 result = self._called()
-                (gradient,) = torch.autograd.grad(result, leaf, cotangent.to(result), allow_unused=True)
-        except Exception:
-            return None
-        return None if gradient is None else gradient.cpu()
+        except Raised:  # its forward pass is judged without gradients
+            return {}
+        self._judge(result, arguments)
+        arrived = _arrived(result, leaves, handed)
+
+        @cache
+        def bounds() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+            numbers, dtype = tuple(map(to_numpy, arguments)), _dtype_name(result_dtype(arguments))
+            return bounded_gradients(self.operator.name, numbers, to_numpy(cotangent), dtype, self.conventions)
+
+        def output(name: str) -> Output:
+            return Output(arrived[name], lambda: _to_torch(bounds()[name][1]), self.observe)
+
+        call.gradients = {name: output(name) for name in arrived}
+        return call.gradients
+
+    def exact_gradients(self, arguments: Sequence[Any], cotangent: Tensor) -> dict[str, Tensor]:
+        """The exact gradients in float64, by the names of `gradients`."""
+        numbers = tuple(map(to_numpy, arguments))
+        found = exact_gradients(self.operator.name, numbers, to_numpy(cotangent), self.conventions)
+        return {name: _to_torch(gradient) for name, gradient in found.items()}
 
     @contextmanager
     def naming(self, *arguments: Any) -> Iterator[None]:
@@ -383,16 +441,25 @@ class Checked:
         """The oracle's float64 values on the same inputs."""
         return torch.from_numpy(exact_value(self.operator.name, tuple(map(to_numpy, arguments)), self.conventions))
 
+    def _hand_over(self, arguments: Sequence[Any]) -> dict[str, Tensor]:
+        """Make the copies for one call; give those of floating-point tensors, by name."""
+        if self.supports and (outside := beyond_support(self.operator, arguments, self.supports)):
+            raise NotJudged(f"it needs {outside}, which lies outside the declared support")
+        self.handed = tuple(fresh(value, self.device) for value in arguments)
+        return _floating(self.handed, self.operator.parameters)
+
+    def _recorded(self, arguments: Sequence[Any], cotangent: Tensor | None = None) -> Call:
+        kept = tuple(arguments) if self.calls is None else tuple(map(fresh, arguments))
+        call = Call(kept, self.requires_grad, torch.is_grad_enabled(), torch.initial_seed(), cotangent)
+        if self.calls is not None:
+            self.calls.append(call)
+        return call
+
     def _called(self) -> Any:
         given = self.handed[:-1] if self.operator.optional and self.handed[-1] is None else self.handed
-        try:
-            return self.function(*given)
-        except BaseException as exception:
-            if isinstance(exception, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-                raise  # the user's; in a process that ignores interrupts it is the implementation's
-            raise Raised(exception, _where(exception)) from exception
+        return _guarded(self.function, *given)
 
-    def _judge(self, result: Any, arguments: tuple[Any, ...]) -> None:
+    def _judge(self, result: Any, arguments: Sequence[Any]) -> None:
         if not isinstance(result, Tensor):
             raise Violation(f"returned {_kind_of(result)}, expected a torch.Tensor", kind="type")
         given = arguments[:-1] if self.operator.optional and arguments[-1] is None else arguments
@@ -406,9 +473,43 @@ class Checked:
             raise Violation(f"returned a tensor on {result.device}, expected {device}", kind="device")
 
     def _error(self, arguments: tuple[Any, ...]) -> Tensor:
-        dtype = str(result_dtype(arguments)).removeprefix("torch.")
-        error = bounded(self.operator.name, tuple(map(to_numpy, arguments)), dtype, self.conventions)[1]
-        return torch.from_numpy(np.ascontiguousarray(error))
+        dtype = _dtype_name(result_dtype(arguments))
+        return _to_torch(bounded(self.operator.name, tuple(map(to_numpy, arguments)), dtype, self.conventions)[1])
+
+
+def _guarded(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call what belongs to an implementation.
+
+    Raises:
+        Raised: it raised.
+    """
+    try:
+        return function(*arguments, **options)
+    except BaseException as exception:
+        if isinstance(exception, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            raise  # the user's; in a process that ignores interrupts it is the implementation's
+        raise Raised(exception, _where(exception)) from exception
+
+
+def _arrived(result: Tensor, leaves: Mapping[str, Tensor], cotangent: Tensor) -> dict[str, Tensor]:
+    """The gradients that arrive at the leaves; none where a step of the graph has no backward."""
+    if not result.requires_grad or not leaves:
+        return {}
+    try:
+        found = _guarded(torch.autograd.grad, result, tuple(leaves.values()), cotangent, allow_unused=True)
+    except Raised as raised:
+        if isinstance(raised.exception, NotImplementedError) or "is not implemented" in str(raised.exception):
+            return {}
+        raise
+    return {name: gradient for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _to_torch(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values))
 
 
 # What a reader calls a choice of a convention.

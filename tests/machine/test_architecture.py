@@ -19,6 +19,7 @@ RANKS = {
     "spec_lm.conformance": 0,
     "spec_lm.conformance.oracle": 0,
     "spec_lm.conformance.bounds": 1,
+    "spec_lm.conformance.vjp": 1,
     "spec_lm.conformance.tolerance": 1,
     "spec_lm.conformance.surroundings": 1,
     "spec_lm.conformance.operators": 1,
