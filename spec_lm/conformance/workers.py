@@ -55,7 +55,7 @@ class Job:
 
     def run(self) -> tuple[dict[str, Any], list[Outcome]]:
         """The header, and the outcomes in their order."""
-        _keep_to_itself(silent=bool(self.operator))
+        keep_to_itself(silent=bool(self.operator))
         from spec_lm.conformance.clause import CLAUSES
         from spec_lm.conformance.implementation import loaded
         from spec_lm.conformance.runner import header_of, preserved, run_operator
@@ -66,11 +66,11 @@ class Job:
             header = header_of(subject, settings, self.level)
             if self.operator:
                 chosen = [CLAUSES[clause_id] for clause_id in self.clauses]
-                run_operator(self.operator, chosen, subject.functions.get(self.operator), settings, outcomes.append)
+                run_operator(self.operator, chosen, subject, settings, outcomes.append)
         return header, outcomes
 
 
-def _keep_to_itself(silent: bool) -> None:
+def keep_to_itself(silent: bool) -> None:
     """What the process prints, below Python too, does not reach the parent's stdout; an interrupt is the parent's."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -112,7 +112,7 @@ def check_in_workers(
     settings = Settings(examples, seed, dtype, device, conventions or {}, supports or {})
     chosen = select(operators, clauses, level)
     required = required_of(require, chosen)
-    header, _ = _launch(Job(implementation, settings, level)).result()
+    header, _ = launch(Job(implementation, settings, level)).result()
     header |= {"clauses": len(chosen), "required": list(required)}
     on_start(header)
     outcomes: list[Outcome] = []
@@ -124,7 +124,8 @@ def check_in_workers(
     return Report(header, tuple(outcomes), required)
 
 
-def _launch(job: Job) -> Future:
+def launch(job: Any) -> Future:
+    """Begin `job.run()` in a child process."""
     in_child = cast(Any, concurrent.process)(context=_context(), daemon=True)
     return in_child(job.run)()
 
@@ -143,7 +144,7 @@ def _in_order(work: list[Job], jobs: int) -> Iterator[Outcome]:
                 while waiting and len(running) < jobs:
                     takes_front = front not in running
                     launched = waiting.pop(0 if takes_front else -1)
-                    future = _launch(launched)
+                    future = launch(launched)
                     running[future] = launched
                     front = future if takes_front else front
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
