@@ -114,9 +114,17 @@ NamedPullback = Callable[[np.ndarray], tuple[np.ndarray, Gradients]]
 
 
 def _product(noise: AnyNoise, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """left @ right: sums of k products, v sqrt(k) sum|a||b| xi."""
-    multiply = times if right.ndim == 2 else np.matmul
-    return noise.summed(multiply(left, right), multiply(np.abs(left), np.abs(right)), left.shape[-1])
+    """left @ right: sums of k products, v sqrt(k) sum|a||b| xi.
+
+    In 16 bits also u sqrt(sum a^2 b^2) xi: where an axis has one entry, an einsum is a product of broadcasts, and each
+    term is rounded before their sum.
+    """
+    multiply, terms = times if right.ndim == 2 else np.matmul, left.shape[-1]
+    product = noise.summed(multiply(left, right), multiply(np.abs(left), np.abs(right)), terms)
+    if noise.a.u == noise.a.v:
+        return product
+    squares = multiply(np.square(left), np.square(right))
+    return noise.spread(product, noise.a.u * np.sqrt(squares) + noise.a.eta * sqrt(terms))
 
 
 def _total(noise: AnyNoise, terms: np.ndarray) -> np.ndarray:
@@ -256,7 +264,7 @@ def _rope(noise: AnyNoise, x: np.ndarray, tables: _Tables) -> tuple[np.ndarray, 
     return noise.rounded(noise.rounded(x * cos) + noise.rounded(x[..., partner] * sin)), pullback
 
 
-# A maximum may be shared by scores that differ by this many roundings.
+# Scores that differ by this many roundings may change places as the maximum.
 _TIED = 4
 
 
@@ -267,14 +275,14 @@ def _softmax(
 
     exp2(x log2 e) rounds the scores themselves, exp(x - logsumexp(x)) a whole row alike. p dp and p sum(p dp) each
     round where a kernel multiplies p by their difference and where exp / sum is differentiated step by step. Then the
-    maximum that was subtracted may get minus the sum of the row's gradients: nothing but what rounding left of it.
+    maximum that was subtracted may get minus the sum of the row's gradients: nothing but what rounding left of it. A
+    running maximum gets that of every step: u sqrt(n) sum|p dp| in all.
     """
-    a = noise.a
+    a, n = noise.a, scores.shape[-1]
     scores = noise.rounded(scores)
-    highest = scores.max(-1, keepdims=True)
-    shifted = scores - highest
-    largest = (shifted >= -_TIED * a.u * np.abs(highest)).any(0)
-    exponentials = noise.rounded(np.exp(noise.rounded(shifted)))
+    highest, running = scores.max(-1, keepdims=True), np.maximum.accumulate(scores, -1)
+    subtracted = (scores - running >= -_TIED * a.u * np.abs(running)).any(0)
+    exponentials = noise.rounded(np.exp(noise.rounded(scores - highest)))
     total = _total(noise, exponentials)
     p = noise.rounded(exponentials / total)
     p = p * noise.spread(np.ones_like(total), a.v * np.abs(highest + np.log(total)))
@@ -283,7 +291,8 @@ def _softmax(
         weighted = noise.rounded(p * dp)
         mean = _total(noise, weighted) + sum_error
         d_scores = noise.rounded(weighted - noise.rounded(p * mean))
-        return noise.rounded(noise.spread(d_scores, largest * _total(noise, d_scores)))
+        left = np.abs(_total(noise, d_scores)) + a.u * sqrt(n) * np.abs(weighted).sum(-1, keepdims=True)
+        return noise.rounded(noise.spread(d_scores, subtracted * left))
 
     return p, pullback
 

@@ -16,9 +16,10 @@ def softmax(x, dim):
 
 
 def silu(x):
-    """x / (1 + exp2(-x log2(e))), the same way."""
+    """x sigmoid(x), with the exponential of -|x| the same way: that of -x overflows, and then has no gradient."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide / (1 + torch.exp2(wide * -math.log2(math.e)))).to(x.dtype)
+    shrunk = torch.exp2(wide.abs() * -math.log2(math.e))
+    return (wide * torch.where(wide < 0, shrunk, 1.0) / (1 + shrunk)).to(x.dtype)
 
 
 def scaled_dot_product_attention(query, key, value, mask=None):

@@ -1,0 +1,240 @@
+"""What is true of the gradients of every operator whose output carries them; none need arrive."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+from torch import Tensor
+
+from spec_lm.conformance.clause import EVERY, clause, given
+from spec_lm.conformance.operators import Checked, unchanged
+from spec_lm.conformance.strategies import (
+    ARGUMENTS,
+    LAYOUTS,
+    NONZERO,
+    ArgumentsRecipe,
+    Domain,
+    Draw,
+    NotJudged,
+    Size,
+    index_of,
+    projections,
+    tensors,
+    weights,
+)
+from spec_lm.conformance.tolerance import Output, Violation, bit_equal, close
+
+SOURCE = "practice: an operator is trained as often as it is run"
+_INPUTS = ("x", "query", "key", "value")
+_WITH_INPUTS = tuple(name for name in EVERY if name not in ("embedding", "transformer_lm"))
+_WITH_WEIGHTS = tuple(name for name in EVERY if name not in ("softmax", "silu", "rope", "scaled_dot_product_attention"))
+# The axes of each operator's result.
+_RESULT = {
+    "softmax": "*batch n",
+    "silu": "*batch n",
+    "linear": "*batch d_out",
+    "embedding": "*batch d_model",
+    "rmsnorm": "*batch d_model",
+    "swiglu": "*batch d_model",
+    "rope": "*batch sequence d_k",
+    "scaled_dot_product_attention": "*batch queries d_v",
+    "multihead_self_attention": "*batch sequence d_model",
+    "multihead_self_attention_with_rope": "*batch sequence d_model",
+    "transformer_block": "*batch sequence d_model",
+    "transformer_lm": "*batch sequence vocab",
+}
+# In 16 bits a score over 30 moves its probability by more than it is.
+_MODERATE = ("zeros", "small integers", "plain", "plain", "tiny", "ones and zeros")
+_HALVES = ("halves",)
+_STREAM = {"x": tensors("*batch sequence d_model", _MODERATE)}
+_IN_16_BITS: dict[str, dict[str, Draw]] = {
+    "softmax": {"x": tensors("*batch n", _MODERATE)},
+    "swiglu": {
+        "x": tensors("*batch d_model", _MODERATE),
+        "w1": tensors("d_ff d_model", _HALVES),
+        "w2": tensors("d_model d_ff", _HALVES),
+        "w3": tensors("d_ff d_model", _HALVES),
+    },
+    "scaled_dot_product_attention": {
+        "query": tensors("*batch queries d_k", _MODERATE),
+        "key": tensors("*batch keys d_k", _MODERATE),
+        "value": tensors("*batch keys d_v", _MODERATE),
+    },
+    "multihead_self_attention": {**_STREAM, "w": projections(_HALVES)},
+    "multihead_self_attention_with_rope": {**_STREAM, "w": projections(_HALVES)},
+    "transformer_block": {**_STREAM, "weights": weights(_HALVES)},
+    "transformer_lm": {"weights": weights(_HALVES)},
+}
+
+
+def _arguments(domain: Domain, name: str) -> SearchStrategy[ArgumentsRecipe]:
+    """All arguments of the domain's operator, in any layout; in 16 bits of moderate size."""
+    instead = _IN_16_BITS.get(domain.operator, {}) if domain.dtype in ("float16", "bfloat16") else {}
+    drawn = {n: draw(domain, f"{name} {n}") for n, draw in {**ARGUMENTS[domain.operator], **instead}.items()}
+
+    def recipe(layout: str, *values: Any) -> ArgumentsRecipe:
+        return ArgumentsRecipe(tuple(zip(drawn, values, strict=True)), layout)
+
+    return st.builds(recipe, st.sampled_from(LAYOUTS), *drawn.values())
+
+
+# At an odd offset the backward pass of PyTorch's own view_as_real raises.
+_LAYOUTS_OF_COTANGENTS = tuple(layout for layout in LAYOUTS if layout != "offset")
+
+
+def _cotangents(*regimes: str, layouts: tuple[str, ...] = _LAYOUTS_OF_COTANGENTS) -> Draw:
+    """Gradients with respect to the result, of its axes."""
+    return lambda domain, name: tensors(_RESULT[domain.operator], regimes, layouts)(domain, name)
+
+
+_CALL = given(arguments=_arguments, cotangent=_cotangents(*NONZERO))
+_MANY = given(arguments=_arguments, cotangent=_cotangents("positive", layouts=("contiguous", "transposed")))
+_ENOUGH = 25
+# More rows than the 256 after which a sum of ones in bfloat16 grows no more.
+_MANY_ROWS = {
+    "linear": (Size(batch=(300,), d_in=1, d_out=1), Size(batch=(2, 300), d_in=3, d_out=2)),
+    "embedding": (Size(batch=(300,), vocab=1, d_model=1), Size(batch=(2, 300), vocab=2, d_model=3)),
+    "rmsnorm": (Size(batch=(300,), d_model=1), Size(batch=(2, 300), d_model=3)),
+    "swiglu": (Size(batch=(300,), d_model=1, d_ff=1), Size(batch=(2, 300), d_model=2, d_ff=3)),
+}
+
+
+def _agree(got: Mapping[str, Output], exact: Mapping[str, Tensor]) -> None:
+    for name, gradient in exact.items():
+        close(got[name], gradient, says=f"the gradient with respect to {name} is wrong")
+
+
+def _those_of_inputs(
+    operator: Checked, arguments: Any, cotangent: Tensor
+) -> tuple[dict[str, Output], dict[str, Tensor]]:
+    """Those that arrived, and the exact ones.
+
+    Raises:
+        NotJudged: none arrived.
+        Violation: some did, but not all.
+    """
+    got = operator.gradients(arguments, cotangent)
+    exact = {n: g for n, g in operator.exact_gradients(arguments, cotangent).items() if n in _INPUTS}
+    missing = [name for name in exact if name not in got]
+    if len(missing) == len(exact):
+        raise NotJudged(f"no gradient arrives at {' or '.join(missing)}")
+    if missing:
+        raise Violation(f"no gradient arrives at {missing[0]}, though others do", kind=f"no gradient at {missing[0]}")
+    return got, exact
+
+
+@clause(
+    _WITH_INPUTS,
+    _CALL,
+    level="should",
+    enough=_ENOUGH,
+    catches="a backward pass written for another forward, or one that reads the cotangent as if it were contiguous",
+    source=SOURCE,
+)
+def gradients_with_respect_to_inputs(operator, arguments, cotangent):
+    """The gradients of sum(cotangent * output) with respect to x, or to Q, K and V, are the derivatives of the equation
+    within the derived rounding error, however arguments and cotangent lie in memory."""
+    _agree(*_those_of_inputs(operator, arguments, cotangent))
+
+
+@clause(
+    _WITH_WEIGHTS,
+    _CALL,
+    level="should",
+    enough=_ENOUGH,
+    catches="a weight's gradient that misses rows, a transpose, or digits",
+    source=SOURCE,
+)
+def gradients_with_respect_to_weights(operator, arguments, cotangent):
+    """A gradient of sum(cotangent * output) that arrives at a weight is the derivative of the equation within the
+    derived rounding error, however arguments and cotangent lie in memory."""
+    got = {n: g for n, g in operator.gradients(arguments, cotangent).items() if n not in _INPUTS}
+    if not got:
+        raise NotJudged("no gradient arrives at a weight; it may copy them into its own")
+    exact = operator.exact_gradients(arguments, cotangent)
+    _agree(got, {name: exact[name] for name in got})
+
+
+@clause(
+    EVERY,
+    _CALL,
+    level="should",
+    enough=_ENOUGH,
+    catches="a backward pass that works in the buffer of the cotangent, or keeps a gradient for the next call",
+    source=SOURCE,
+)
+def backward_changes_nothing(operator, arguments, cotangent):
+    """Backward leaves the arguments and the cotangent bit for bit as they were, and the same call has the same
+    gradients again."""
+    first = operator.gradients(arguments, cotangent)
+    if not first:
+        raise NotJudged("no gradient arrives at an argument")
+    unchanged(operator.handed, arguments, operator.operator.parameters)
+    unchanged((operator.handed_cotangent,), (cotangent,), ("cotangent",))
+    for name, gradient in operator.gradients(arguments, cotangent).items():
+        close(gradient, first[name], says=f"the second time the gradient with respect to {name} is another")
+
+
+# PyTorch on the CPU adds the rows of a repeated id in bfloat16, where that is the dtype, and loses them past 256.
+@clause(
+    "embedding",
+    _MANY,
+    level="should",
+    sizes=_MANY_ROWS,
+    dtypes=("float32", "float64"),
+    enough=5,
+    catches="a frequent token that loses gradient, its rows added in bfloat16",
+    source=SOURCE,
+)
+@clause(
+    ("linear", "rmsnorm", "swiglu"),
+    _MANY,
+    level="should",
+    sizes=_MANY_ROWS,
+    enough=5,
+    catches="a sum over rows that is accumulated in the dtype of a shorter result",
+    source=SOURCE,
+)
+def weights_gather_gradients_from_many_rows(operator, arguments, cotangent):
+    """A gradient that arrives at a weight from hundreds of rows is their sum within the derived rounding error."""
+    gradients_with_respect_to_weights(operator, arguments, cotangent)
+
+
+# ------------------------------------------------------------------------------------------------------ what is hidden
+
+
+@clause(
+    "softmax",
+    given(arguments=_arguments, cotangent=_cotangents(*NONZERO), hidden=index_of("n", 1)),
+    level="should",
+    where=lambda size: size.n > 1,
+    catches="-inf made by a product, whose gradient is 0 times infinity",
+    source=SOURCE,
+)
+def minus_infinity_gets_no_gradient(softmax, arguments, cotangent, hidden):
+    """The gradient of an entry of -inf is 0, and those of the others are as if it were not there."""
+    x = arguments.x.clone()
+    x[..., hidden] = -torch.inf
+    got, exact = _those_of_inputs(softmax, (x, -1), cotangent)
+    bit_equal(got["x"][..., hidden], 0.0, says="the gradient of an entry of -inf is not 0")
+    _agree(got, exact)
+
+
+@clause(
+    "scaled_dot_product_attention",
+    given(arguments=_arguments, cotangent=_cotangents(*NONZERO), blind=index_of("queries")),
+    level="should",
+    where=lambda size: size.queries > 1,
+    catches="a query that sees nothing spoiling the gradients of the keys and values that others see",
+    source=SOURCE,
+)
+def query_that_sees_nothing_passes_no_gradient(attention, arguments, cotangent, blind):
+    """Where a query that sees no key gets zeros, it adds nothing to the gradients of Q, K and V."""
+    if attention.conventions.get("all_masked", "zeros") != "zeros":
+        raise NotJudged(f"it declares {attention.conventions['all_masked']} for a query that sees no key")
+    q, k, v, mask = arguments
+    mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool) if mask is None else mask.clone()
+    mask[..., blind, :] = False
+    _agree(*_those_of_inputs(attention, (q, k, v, mask), cotangent))
