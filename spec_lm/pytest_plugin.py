@@ -220,7 +220,8 @@ class _Subject:
         from spec_lm.conformance.runner import SIGNATURE, OperatorRun, in_order
 
         if operator not in self._runs:
-            run = OperatorRun(operator, self.implementation.functions.get(operator), self.settings)
+            subject = self.implementation
+            run = OperatorRun(operator, subject.functions.get(operator), self.settings, subject.origins.get(operator))
             deciding = [c for c in self.clauses if c.operator == operator and (c.name == SIGNATURE or c.feature)]
             self._first |= {clause.id: run.outcome(clause) for clause in in_order(deciding)}
             self._runs[operator] = run

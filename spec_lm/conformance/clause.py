@@ -19,7 +19,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity
 from hypothesis.strategies import SearchStrategy
 
-from spec_lm.conformance.operators import OPERATORS, Checked
+from spec_lm.conformance.operators import OPERATORS, Call, Checked
 from spec_lm.conformance.strategies import CASES, Domain, Draw, NotJudged, Size, Where, build
 from spec_lm.conformance.tolerance import Violation
 
@@ -165,6 +165,7 @@ _SETTINGS: dict[str, Any] = {
     "verbosity": Verbosity.quiet,
 }
 MOST_CALLS_TO_SHRINK = 250
+MOST_EARLIER = 24
 
 
 def as_checked(implementation: Any, operator: str) -> Checked:
@@ -242,6 +243,23 @@ class Search:
     def start_again(self) -> None:
         """Look for any kind of violation again: each case of a feature is judged by itself."""
         self.kind, self.calls_to_shrink = None, 0
+
+    def recorded(self, recipes: Mapping[str, Any]) -> tuple[Violation | None, list[Call]]:
+        """Run the clause once more: what it comes to, and the calls it makes."""
+        calls: list[Call] = []
+        try:
+            self.clause.run(replace(self.checked, observe=lambda ratio: None, calls=calls), recipes)
+        except Violation as violation:
+            violation.recipes = dict(recipes)
+            return violation, calls
+        except NotJudged:
+            pass
+        return None, calls
+
+    def earlier_calls(self) -> Iterator[Call]:
+        """A call for each of the first examples, other than the last of them."""
+        for key in list(self._seen)[:MOST_EARLIER]:
+            yield from self.recorded(dict(key))[1][:1]
 
     def is_nondeterministic(self, recipes: dict[str, Any], kind: str) -> bool:
         """Whether three more runs of a counterexample come to anything else."""

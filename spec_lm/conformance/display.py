@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lm.conformance.operators import Operator
 from spec_lm.conformance.report import Outcome, Report, printable
 from spec_lm.conformance.strategies import build, to_json
 from spec_lm.conformance.tolerance import Evidence
@@ -30,10 +29,11 @@ _BUILT_IN = "spec_lm.reference.adapters"
 # --------------------------------------------------------------------------------------------------------- to a report
 
 
-def counterexample_of(recipes: Mapping[str, Any], operator: Operator) -> dict[str, Any]:
-    """A counterexample for the report: its recipes, and what they build, up to 64 numbers each."""
+def counterexample_of(recipes: Mapping[str, Any], arguments: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A counterexample for the report: its recipes, and up to 64 numbers each of what they build, or of the arguments
+    of the call that was made of it, where these tell more."""
     named: dict[str, dict[str, Any]] = {}
-    for argument, recipe in recipes.items():
+    for argument, recipe in (recipes if arguments is None else arguments).items():
         for name, value in _flattened({argument: recipe}):
             named.setdefault(name, {})[argument] = _stored(value)
     values: dict[str, Any] = {}
@@ -122,14 +122,14 @@ def numbers_text(data: Any, dtype: str = "float64", longest: int = _LONGEST_LINE
 
 
 def _written(array: np.ndarray, dtype: str, edge: int) -> str:
-    formatter: Any = {"float_kind": lambda number: _shortest(number, dtype)}
+    formatter: Any = {"float_kind": lambda number: shortest(number, dtype)}
     text = np.array2string(
         array, separator=", ", threshold=0, edgeitems=edge, max_line_width=10**6, formatter=formatter
     )
     return re.sub(r"\s+", " ", text).replace("[ ", "[").replace("...", "..")
 
 
-def _shortest(number: float, dtype: str) -> str:
+def shortest(number: float, dtype: str) -> str:
     """The fewest digits that tell a number from its neighbors in a dtype: 0.1 in bfloat16, 0.1001 in float16."""
     if not math.isfinite(number):
         return "NaN" if math.isnan(number) else str(number)

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import importlib.util
+import os
 import re
 import sys
 import tomllib
@@ -18,6 +19,7 @@ from typing import Any
 from spec_lm.conformance.clause import nearest
 from spec_lm.conformance.operators import OPERATORS, Operator
 from spec_lm.conformance.report import UserError
+from spec_lm.conformance.script import Origin, is_taken, quoted
 
 BUILT_IN = "spec_lm.reference.adapters"
 _PROJECT_MARKS = ("pyproject.toml", "setup.py", "setup.cfg", ".git")
@@ -34,12 +36,14 @@ class Implementation:
     Args:
         name: as the user wrote it.
         functions: those that are provided.
+        origins: how each of them is reached from plain Python.
         conventions: legitimate choices it declares.
         supports: the part of the domain it declares.
     """
 
     name: str
     functions: Mapping[str, Callable[..., Any]]
+    origins: Mapping[str, Origin] = field(default_factory=dict)
     conventions: Mapping[str, str] = field(default_factory=dict)
     supports: Mapping[str, Any] = field(default_factory=dict)
 
@@ -58,42 +62,56 @@ def loaded(spec: Any) -> Iterator[Implementation]:
         ImplementationError: it cannot be imported, or provides no operator.
     """
     if isinstance(spec, str) and spec == BUILT_IN:
-        yield from_object(importlib.import_module(BUILT_IN), BUILT_IN)
+        yield from_object(importlib.import_module(BUILT_IN), BUILT_IN, _Place(BUILT_IN))
     elif isinstance(spec, tuple | list):
         with _folders_on_path([Path.cwd()]):
             yield _from_pairs([str(pair) for pair in spec])
     elif isinstance(spec, Path) or (isinstance(spec, str) and _is_path(spec)):
-        with _importable(_existing(spec)) as module:
-            yield from_object(module, str(spec))
+        path = _existing(spec)
+        with _importable(path) as module:
+            yield from_object(module, str(spec), _place_of_file(path))
     elif isinstance(spec, str) and "=" in spec:
         with _folders_on_path([Path.cwd()]):
             yield _from_pairs(spec.split())
     elif isinstance(spec, str):
         with _folders_on_path([Path.cwd()]):
-            yield from_object(_resolve(spec), spec)
+            thing = _resolve(spec)
+            yield from_object(thing, spec, _place_of(spec, isinstance(thing, Mapping)))
     else:
         yield spec if isinstance(spec, Implementation) else from_object(spec, _name_of(spec))
 
 
-def from_object(thing: Any, name: str) -> Implementation:
+def from_object(thing: Any, name: str, place: "_Place | None" = None) -> Implementation:
     """The operators of a module, a mapping or an object: run_* of the adapter interface, or the plain names.
+
+    Args:
+        thing: that has the functions.
+        name: as the user wrote it.
+        place: where plain Python finds the thing, unless it lives in this process alone.
 
     Raises:
         ImplementationError: there is none.
     """
     get = thing.get if isinstance(thing, Mapping) else lambda key, default=None: getattr(thing, key, default)
-    functions = {}
+    functions, origins = {}, {}
     for operator in OPERATORS.values():
         if callable(function := get(operator.run_name)):
             functions[operator.name] = through_adapter(operator, function)
         elif callable(function := get(operator.name)):
             functions[operator.name] = function
+        else:
+            continue
+        is_adapter = functions[operator.name] is not function
+        key = operator.run_name if is_adapter else operator.name
+        origins[operator.name] = (
+            place.origin(function, key, is_adapter) if place else Origin(function, adapter=is_adapter)
+        )
     if not functions:
         raise ImplementationError(
             f"{name} provides no operator: expected functions named {', '.join(list(OPERATORS)[:3])}, .. or "
             f"run_softmax, run_silu, ..; `spec-lm clauses` lists the operators"
         )
-    return Implementation(name, functions, get("spec_lm_conventions") or {}, get("spec_lm_supports") or {})
+    return Implementation(name, functions, origins, get("spec_lm_conventions") or {}, get("spec_lm_supports") or {})
 
 
 def through_adapter(operator: Operator, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,7 +147,7 @@ def _existing(spec: str | Path) -> Path:
 
 
 def _from_pairs(pairs: list[str]) -> Implementation:
-    functions = {}
+    functions, origins = {}, {}
     for pair in pairs:
         name, _, target = pair.partition("=")
         name = name.strip().removeprefix("run_")
@@ -140,7 +158,8 @@ def _from_pairs(pairs: list[str]) -> Implementation:
             raise ImplementationError(f"{pair}: {target} is a {type(function).__name__}, expected a function")
         is_adapter = target.rpartition(":")[2].rpartition(".")[2] == OPERATORS[name].run_name
         functions[name] = through_adapter(OPERATORS[name], function) if is_adapter else function
-    return Implementation(" ".join(pairs), functions)
+        origins[name] = _place_of(target).origin(function, "", is_adapter)
+    return Implementation(" ".join(pairs), functions, origins)
 
 
 def _resolve(target: str) -> Any:
@@ -182,17 +201,93 @@ def _mend(error: BaseException, what: str) -> str:
     return f"try `python -c 'import runpy; runpy.run_path({what!r})'` for the whole traceback"
 
 
+# -------------------------------------------------------------------------------------- how plain Python finds it again
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a thing with functions, or a function, is found by plain Python.
+
+    Args:
+        module: that holds it.
+        attribute: its dotted name there; empty for the module itself.
+        is_mapping: whether it holds functions by key.
+        folders: that sys.path begins with while it is checked.
+        needed: those of them without which it cannot be imported.
+    """
+
+    module: str
+    attribute: str = ""
+    is_mapping: bool = False
+    folders: tuple[Path, ...] = ()
+    needed: tuple[Path, ...] = ()
+
+    def origin(self, function: Callable[..., Any], key: str, is_adapter: bool) -> Origin:
+        """Of a function that the thing holds by this name; an empty one stands for the thing itself."""
+        name = self.attribute + (f"[{quoted(key)}]" if self.is_mapping else f".{key}" if key else "")
+        first, rest = re.fullmatch(r"\.?(\w+)(.*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
+        own = "f" if is_taken(first) else first
+        if all(part.isidentifier() for part in self.module.split(".")):
+            statement = f"from {self.module} import {first}" + (f" as {own}" if own != first else "")
+        else:
+            statement = f'{own} = __import__("importlib").import_module({quoted(self.module)}).{first}'
+        folders = tuple(_seen_from_here(folder) for folder in self.needed)
+        return Origin(function, own + rest, statement, folders, is_adapter, lambda: _imported_anew(self.folders))
+
+
+def _place_of(target: str, is_mapping: bool = False) -> _Place:
+    """Of "module" or "module:attribute", which has been imported."""
+    module, _, attribute = target.strip().partition(":")
+    here = (Path.cwd(),)
+    is_here = _lies_in(sys.modules[module.split(".")[0]], [str(here[0])])
+    return _Place(module, attribute, is_mapping, here, here if is_here else ())
+
+
+def _place_of_file(path: Path) -> _Place:
+    package = _package_of(path)
+    folders = _folders_of(path)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    imported = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE))
+    needed = [f for f in folders[1:] if any((f / name).is_dir() or (f / f"{name}.py").is_file() for name in imported)]
+    return _Place(package[1] if package else path.stem, "", False, folders, (folders[0], *needed))
+
+
+def _seen_from_here(folder: Path) -> str:
+    relative = os.path.relpath(folder)
+    return str(folder) if relative.startswith("..") else relative
+
+
+@contextmanager
+def _imported_anew(folders: tuple[Path, ...]) -> Iterator[None]:
+    """Inside, no module from these folders has been imported yet; afterwards sys.path and sys.modules are as before."""
+    inside = [str(folder) for folder in folders]
+    path_before, modules_before = list(sys.path), dict(sys.modules)
+    for name in [name for name, module in modules_before.items() if _lies_in(module, inside)]:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        sys.path[:] = path_before
+        for name in [n for n, m in sys.modules.items() if n not in modules_before and _lies_in(m, inside)]:
+            del sys.modules[name]
+        sys.modules.update(modules_before)
+
+
 # ---------------------------------------------------------------------------------------------- files and their project
 
 
 @contextmanager
 def _importable(path: Path) -> Iterator[ModuleType]:
     """The module of a file, with its folder and its project's root on sys.path inside the block."""
-    root = _project_root(path)
-    package = _package_of(path)
-    folders = [package[0] if package else path.parent, path.parent, root, root / "src"]
-    with _folders_on_path([folder for folder in folders if folder.is_dir()]), _own_metadata(root):
-        yield _import(lambda: _module_of(path, package), str(path))
+    with _folders_on_path(list(_folders_of(path))), _own_metadata(_project_root(path)):
+        yield _import(lambda: _module_of(path, _package_of(path)), str(path))
+
+
+def _folders_of(path: Path) -> tuple[Path, ...]:
+    """What a file may import from: the folder of its outermost package, its own, its project's root and src."""
+    root, package = _project_root(path), _package_of(path)
+    folders = dict.fromkeys((package[0] if package else path.parent, path.parent, root, root / "src"))
+    return tuple(folder for folder in folders if folder.is_dir())
 
 
 def _project_root(path: Path) -> Path:

@@ -282,7 +282,7 @@ def result_dtype(arguments: Sequence[Any]) -> torch.dtype:
     raise TypeError("no floating-point tensor among the arguments")
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """A recorded call: copies of what was given, the surroundings, and what came of it.
 
@@ -350,8 +350,12 @@ class Checked:
         call = self._recorded(arguments)
         result = self._called()
         self._judge(result, arguments)
-        call.output = Output(result, lambda: self._error(arguments), self.observe)
+        call.output = self._output(result, lambda: self._error(arguments))
         return call.output
+
+    def _output(self, raw: Tensor, error: Callable[[], Tensor]) -> Output:
+        rounds_products = self.conventions.get("accumulation", "full") != "full"
+        return Output(raw, error, self.observe, rounds_products)
 
     def gradients(self, arguments: Sequence[Any], cotangent: Tensor) -> dict[str, Output]:
         """The gradient of sum(cotangent * output) with respect to every floating-point argument, by one call forward
@@ -381,7 +385,7 @@ class Checked:
             return bounded_gradients(self.operator.name, numbers, to_numpy(cotangent), dtype, self.conventions)
 
         def output(name: str) -> Output:
-            return Output(arrived[name], lambda: _to_torch(bounds()[name][1]), self.observe)
+            return self._output(arrived[name], lambda: _to_torch(bounds()[name][1]))
 
         call.gradients = {name: output(name) for name in arrived}
         return call.gradients
@@ -415,7 +419,7 @@ class Checked:
         """The undeclared choices under which the result is right, as few as will do; none where it is right as it is,
         or wrong under all."""
         try:
-            raw = self(*arguments).raw
+            raw = replace(self, calls=None)(*arguments).raw
         except Violation:
             return {}
         for choices in sorted(self._undeclared(), key=len):

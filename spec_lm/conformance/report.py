@@ -38,6 +38,7 @@ class Outcome:
         message: what was seen, or the reason.
         counterexample: the recipes of the smallest failing input, and its values up to 64 numbers each.
         evidence: got and expected around the worst entry, its index, error and bound.
+        reproduction: the failure in plain PyTorch; empty where it cannot be written so.
         examples: how many were judged before the first failure.
         worst: the largest err/bound of all comparisons up to the first failure.
         reached: how many examples lay in each required partition.
@@ -51,6 +52,7 @@ class Outcome:
     sentence: str = ""
     counterexample: dict[str, Any] | None = None
     evidence: dict[str, Any] | None = None
+    reproduction: str = ""
     examples: int = 0
     seconds: float = 0.0
     worst: float = 0.0

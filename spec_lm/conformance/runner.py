@@ -26,6 +26,8 @@ from spec_lm.conformance.display import counterexample_of, evidence_of
 from spec_lm.conformance.implementation import BUILT_IN, Implementation, loaded
 from spec_lm.conformance.operators import OPERATORS, Checked
 from spec_lm.conformance.report import Outcome, Report, ReportError, Status, UserError
+from spec_lm.conformance.reproduction import Recording, reproduction
+from spec_lm.conformance.script import Origin
 from spec_lm.conformance.strategies import Domain, NotJudged, from_json, plainest
 from spec_lm.conformance.tolerance import Raised, Violation
 
@@ -130,7 +132,7 @@ def check(
         header = header_of(subject, settings, level) | {"clauses": len(chosen), "required": list(required)}
         on_start(header)
         for operator, group in by_operator(chosen).items():
-            run_operator(operator, group, subject.functions.get(operator), settings, emit)
+            run_operator(operator, group, subject, settings, emit)
     return Report(header, tuple(collected), required)
 
 
@@ -218,10 +220,10 @@ def by_operator(clauses: list[Clause]) -> dict[str, list[Clause]]:
 
 
 def run_operator(
-    operator: str, clauses: list[Clause], function: Callable[..., Any] | None, settings: Settings, emit: Emit
+    operator: str, clauses: list[Clause], subject: Implementation, settings: Settings, emit: Emit
 ) -> None:
     """Run the clauses of one operator, in the order in which one decides about the next."""
-    run = OperatorRun(operator, function, settings)
+    run = OperatorRun(operator, subject.functions.get(operator), settings, subject.origins.get(operator))
     for clause in in_order(clauses):
         emit(run.outcome(clause))
 
@@ -238,10 +240,13 @@ class OperatorRun:
         operator: its name.
         function: of the plain signature; None where it is not provided.
         settings: how the check runs.
+        origin: of the function; where it is known, failures are written down in plain PyTorch.
     """
 
-    def __init__(self, operator: str, function: Callable[..., Any] | None, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(
+        self, operator: str, function: Callable[..., Any] | None, settings: Settings, origin: Origin | None = None
+    ) -> None:
+        self.settings, self.origin = settings, origin
         self.domain = Domain(operator, settings.dtype, supports=settings.supports)
         unprovided = function or (lambda *arguments: None)
         self.checked = Checked(
@@ -257,7 +262,7 @@ class OperatorRun:
             return outcome_of(clause, "absent", self.absent)
         if self.lost:
             return outcome_of(clause, "not_judged", self.lost)
-        outcome, lacking = run_clause(clause, self.checked, self.domain, self.settings)
+        outcome, lacking = run_clause(clause, self.checked, self.domain, self.settings, self.origin)
         self.domain = replace(self.domain, without=self.domain.without | lacking)
         if clause.name == SIGNATURE and outcome.outcome == "fails":
             self.lost = f"{clause.id} fails: {outcome.message}"
@@ -281,8 +286,11 @@ def why_absent(domain: Domain, checked: Checked) -> str:
     return ""
 
 
-def run_clause(clause: Clause, checked: Checked, domain: Domain, settings: Settings) -> tuple[Outcome, frozenset[str]]:
-    """One clause's outcome, and the features it shows to be lacking."""
+def run_clause(
+    clause: Clause, checked: Checked, domain: Domain, settings: Settings, origin: Origin | None = None
+) -> tuple[Outcome, frozenset[str]]:
+    """One clause's outcome, and the features it shows to be lacking; a failure of a function whose origin is known is
+    written down in plain PyTorch."""
     started = time.perf_counter()
     search = Search(clause, checked)
     torch.manual_seed(settings.seed)
@@ -290,7 +298,7 @@ def run_clause(clause: Clause, checked: Checked, domain: Domain, settings: Setti
     try:
         with quiet():
             violations = _violations(clause, search, domain, settings)
-            outcome = _judged(clause, search, next(iter(violations.values()), None))
+            outcome = _judged(clause, search, next(iter(violations.values()), None), origin)
     except NotJudged as reason:
         outcome = outcome_of(clause, "not_judged", str(reason))
     except Exception:
@@ -352,7 +360,7 @@ def _searched(
     return None
 
 
-def _judged(clause: Clause, search: Search, violation: Violation | None) -> Outcome:
+def _judged(clause: Clause, search: Search, violation: Violation | None, origin: Origin | None) -> Outcome:
     if search.reason is not None and search.judged <= 0 and violation is None:
         raise search.reason
     seen = {"examples": search.judged, "worst": search.worst, "reached": dict(search.reached)}
@@ -360,14 +368,28 @@ def _judged(clause: Clause, search: Search, violation: Violation | None) -> Outc
         return replace(outcome_of(clause, "holds", ""), **seen)
     recipes = violation.recipes or {}
     message = str(violation)
-    if search.is_nondeterministic(recipes, violation.kind):
+    if changing := search.is_nondeterministic(recipes, violation.kind):
         message = f"nondeterministic: the same call came to different results; once it {message}"
+    recording = _recorded(search, recipes, violation, changing)
+    # What was refused to be refused is told by the call that was accepted, not only by what was drawn.
+    accepted = recording.calls[-1:] if violation.kind == "accepted" else []
+    arguments = [dict(zip(search.checked.operator.parameters, call.arguments, strict=False)) for call in accepted]
     return replace(
         outcome_of(clause, "fails", message),
-        counterexample=counterexample_of(recipes, search.checked.operator),
+        counterexample=counterexample_of(recipes, *arguments),
         evidence=evidence_of(violation.evidence),
+        reproduction=reproduction(recording, search.checked, origin) if origin else "",
         **seen,
     )
+
+
+def _recorded(search: Search, recipes: Mapping[str, Any], violation: Violation, changing: bool) -> Recording:
+    """A violation again, and the calls that led to it; no calls where it does not come again."""
+    for _ in range(4):
+        again, calls = search.recorded(recipes)
+        if again is not None and again.kind == violation.kind:
+            return Recording(again, calls, search.earlier_calls(), changing)
+    return Recording(violation, [])
 
 
 def outcome_of(clause: Clause, status: Status, message: str) -> Outcome:

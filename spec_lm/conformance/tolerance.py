@@ -20,7 +20,8 @@ from spec_lm.conformance.bounds import PRECISIONS
 class Evidence:
     """What was seen where a comparison failed worst: index, values, error and the bound it exceeds.
 
-    `dtype` is the output's, in whose digits the values are written; `ordered` says that got should be at most expected.
+    `dtype` is the output's, in whose digits the values are written; `ordered` says that got should be at most expected;
+    `sides` are what was compared, as the clause gave them.
     """
 
     got: Any
@@ -30,6 +31,7 @@ class Evidence:
     bound: float | None = None
     dtype: str = "float64"
     ordered: bool = False
+    sides: "tuple[Comparable, ...]" = ()
 
 
 class NotJudged(Exception):
@@ -78,17 +80,24 @@ class Output:
         raw: the tensor as it was returned.
         error: computes E, elementwise, of the same shape.
         observe: told the largest err/bound of each comparison.
+        rounds_products: whether the implementation declares that its products lose bits.
     """
 
     def __init__(
-        self, raw: Tensor, error: Callable[[], Tensor], observe: Callable[[float], None] = lambda ratio: None
+        self,
+        raw: Tensor,
+        error: Callable[[], Tensor],
+        observe: Callable[[float], None] = lambda ratio: None,
+        rounds_products: bool = False,
     ) -> None:
         self.raw = raw
+        self.keeps_bits = raw.device.type == "cpu" and not rounds_products
         self.value = raw.detach().cpu().double()
         self.roundoff = PRECISIONS[str(raw.dtype).removeprefix("torch.")].u
         self.observe = observe
         self._compute_error = error
         self._error: Tensor | None = None
+        self._rearranged: Callable[[Tensor], Tensor] = lambda entries: entries
 
     @property
     def error(self) -> Tensor:
@@ -101,19 +110,23 @@ class Output:
     def shape(self) -> torch.Size:
         return self.value.shape
 
-    @property
-    def on_cpu(self) -> bool:
-        return self.raw.device.type == "cpu"
-
     def _derived(self, value: Tensor, error: Callable[[], Tensor]) -> "Output":
         result = Output.__new__(Output)
         result.raw, result.value, result.roundoff, result.observe = self.raw, value, self.roundoff, self.observe
+        result.keeps_bits = self.keeps_bits
         result._compute_error, result._error = error, None
+        result._rearranged = self._rearranged
         return result
 
     def map(self, rearrange: Callable[[Tensor], Tensor]) -> "Output":
         """Apply a rearrangement (permute, select, reshape) or a sum to the value and to its error alike."""
-        return self._derived(rearrange(self.value), lambda: rearrange(self.error))
+        result = self._derived(rearrange(self.value), lambda: rearrange(self.error))
+        result._rearranged = lambda entries: rearrange(self._rearranged(entries))
+        return result
+
+    def sources(self) -> Tensor:
+        """Where in the flattened `raw` each entry stood; meaningless where entries were summed."""
+        return self._rearranged(torch.arange(self.raw.numel(), dtype=torch.float64).reshape(self.raw.shape))
 
     def __getitem__(self, index: Any) -> "Output":
         return self.map(lambda t: t[index])
@@ -200,7 +213,7 @@ def close(got: Comparable, expected: Comparable, *, says: str = "") -> None:
     if not worst <= 1.0:
         index = _index(ratio.argmax(), ratio)
         numbers = float(difference[index]), float(bound[index])
-        evidence = Evidence(value, wanted, index, *numbers, dtype=_dtype(got, expected))
+        evidence = Evidence(value, wanted, index, *numbers, dtype=_dtype(got, expected), sides=(got, expected))
         raise Violation(says or "values differ by more than rounding allows", kind=f"close {says}", evidence=evidence)
 
 
@@ -224,8 +237,9 @@ def at_most(low: Comparable, high: Comparable, *, says: str = "") -> None:
 
 
 def bit_equal(got: Comparable, expected: Comparable, *, says: str = "") -> None:
-    """got equals expected in every entry (-0 is 0, NaN equals NaN); off the CPU, where kernels split sums, `close`."""
-    if not all(output.on_cpu for output in _outputs(got, expected)):
+    """got equals expected in every entry (-0 is 0, NaN equals NaN); `close` off the CPU, where kernels split sums, and
+    where products are declared to lose bits."""
+    if not all(output.keeps_bits for output in _outputs(got, expected)):
         close(got, expected, says=says)
         return
     value, wanted = torch.broadcast_tensors(_exactly(got)[0], _exactly(expected)[0])
@@ -233,7 +247,8 @@ def bit_equal(got: Comparable, expected: Comparable, *, says: str = "") -> None:
     if bool(unequal.any()):
         difference = torch.where(unequal, (value - wanted).abs().nan_to_num(nan=torch.inf), -1.0)
         index = _index(difference.argmax(), difference)
-        evidence = Evidence(value, wanted, index, float(difference[index]), 0.0, dtype=_dtype(got, expected))
+        numbers = float(difference[index]), 0.0
+        evidence = Evidence(value, wanted, index, *numbers, dtype=_dtype(got, expected), sides=(got, expected))
         raise Violation(says or "values are not equal", kind=f"bit_equal {says}", evidence=evidence)
 
 

@@ -1,0 +1,167 @@
+"""Tensors as Python text that builds them again bit for bit: the shortest form, in the fewest digits."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spec_lm.conformance.display import shortest
+from spec_lm.conformance.strategies import IdsRecipe, TensorRecipe
+
+_DEFAULT = (torch.float32, torch.int64, torch.bool)  # the dtypes that torch.tensor takes numbers for by itself
+_FEW = 64  # a tensor of no more numbers is written by them, whatever it was drawn from
+MOST_NUMBERS = 600
+
+
+class TooLong(Exception):
+    """A tensor has more numbers than anybody reads, and no shorter form."""
+
+
+def literal(tensor: Tensor, drawn: "Drawn | None" = None) -> str:
+    """The shortest text for a contiguous tensor of these values.
+
+    Args:
+        tensor: any; its values count, not how it lies in memory.
+        drawn: what a large tensor may be a draw of.
+
+    Raises:
+        TooLong: it takes more than `MOST_NUMBERS`.
+    """
+    texts = list(_compact(tensor, drawn))
+    if tensor.numel() <= MOST_NUMBERS:
+        texts.append(f"torch.tensor({_numbers(tensor)}{_dtype(tensor)})")
+    if not texts:
+        raise TooLong
+    return min(texts, key=len)
+
+
+def laid_out(tensor: Tensor, drawn: "Drawn | None" = None) -> str:
+    """The text for a tensor that lies in memory as this one does, with what is between its entries."""
+    if tensor.is_contiguous() and tensor.storage_offset() == 0:
+        return literal(tensor, drawn)
+    if tensor.ndim >= 2 and tensor.mT.is_contiguous() and tensor.storage_offset() == 0:
+        return f"{literal(tensor.mT, drawn)}.mT"
+    stored = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    return f"{literal(stored)}.as_strided({tuple(tensor.shape)}, {tensor.stride()}, {tensor.storage_offset()})"
+
+
+def number(value: float, dtype: str = "float64") -> str:
+    """A number in the fewest digits that its dtype needs: 0.1, torch.nan, -torch.inf."""
+    if isinstance(value, bool | int):
+        return str(value)
+    return shortest(value, dtype).replace("NaN", "torch.nan").replace("inf", "torch.inf")
+
+
+def _compact(tensor: Tensor, drawn: "Drawn | None") -> Iterator[str]:
+    shape, flat = ", ".join(map(str, tensor.shape)), tensor.flatten()
+    if tensor.numel() and bool((flat == flat[0]).all()):
+        yield from _constant(flat[0], shape, tensor)
+    if tensor.dtype == torch.int64 and tensor.ndim and torch.equal(flat - flat[:1], torch.arange(len(flat))):
+        yield _rising(tensor, flat)
+    if (
+        tensor.ndim == 2
+        and 1 < len(tensor) == tensor.shape[1]
+        and torch.equal(tensor, torch.eye(len(tensor)).to(tensor))
+    ):
+        yield f"torch.eye({len(tensor)}{_dtype(tensor, torch.float32)})"
+    if tensor.ndim == 2 and tensor.dtype == torch.bool and torch.equal(tensor, torch.ones_like(tensor).tril()):
+        yield f"torch.ones({shape}, dtype=torch.bool).tril()"
+    if tensor.ndim > 1 and len(tensor) > 1 and torch.equal(tensor, tensor[:1].expand_as(tensor)):
+        yield f"{literal(tensor[0])}.repeat({', '.join(map(str, [len(tensor), *[1] * (tensor.ndim - 1)]))})"
+    if drawn is not None and tensor.numel() > _FEW:
+        yield from drawn.texts(tensor)
+
+
+def _constant(value: Tensor, shape: str, tensor: Tensor) -> Iterator[str]:
+    for constant, name in ((0, "zeros"), (1, "ones")):
+        if value == constant and tensor.ndim:
+            yield f"torch.{name}({shape}{_dtype(tensor, torch.float32)})"
+    yield f"torch.full(({shape}{',' if tensor.ndim == 1 else ''}), {_numbers(value)}{_dtype(tensor)})"
+
+
+def _rising(tensor: Tensor, flat: Tensor) -> str:
+    first = f"{int(flat[0])}, " if len(flat) and flat[0] else ""
+    text = f"torch.arange({first}{int(flat[0]) + len(flat) if len(flat) else 0})"
+    return text if tensor.ndim == 1 else f"{text}.reshape({', '.join(map(str, tensor.shape))})"
+
+
+def _numbers(tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return _nested(tensor.double().tolist() if tensor.is_floating_point() else tensor.tolist(), dtype)
+
+
+def _nested(value: Any, dtype: str) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(_nested(item, dtype) for item in value)}]"
+    return number(value, dtype)
+
+
+def _dtype(tensor: Tensor, *implied: torch.dtype) -> str:
+    return "" if tensor.dtype in (implied or _DEFAULT) else f", dtype={tensor.dtype}"
+
+
+# ------------------------------------------------------------------------------------------------------- drawn tensors
+
+# How a regime makes values of integers, where that is one expression.
+_FIRST = ".index_fill(0, torch.tensor(0), {})"
+_REGIMES = {
+    "plain": "{} / 2**20",
+    "halves": "{} / 2**22",
+    "tiny": "{} / 2**30",
+    "shifted": "{} / 2**20 + 8",
+    "positive": "{}.abs() / 2**20 + 2**-10",
+    "small integers": "{} % 7 - 3.",
+    "ones and zeros": "{} % 2.",
+    "quarters": "({} % 17 - 8) / 4",
+    "one large": f"({{}} / 2**20){_FIRST.format('128.')}",
+    "large": f"({{}} / 2**20){_FIRST.format('1.5')} * 2**12",
+    "large integers": f"({{}} % 7 - 3.){_FIRST.format('2.')} * 64",
+    "negative tail": "-4 - {}.abs() / 2**20 * 38",
+}
+
+
+class Drawn:
+    """Large tensors as draws from a seeded generator: what recipes describe, again in torch's own words.
+
+    Args:
+        recipes: of a counterexample, by argument.
+    """
+
+    def __init__(self, recipes: Mapping[str, Any]) -> None:
+        self._recipes = [part for recipe in recipes.values() for part in _parts(recipe)]
+
+    def texts(self, tensor: Tensor) -> Iterator[str]:
+        """An expression for the tensor, where a recipe describes it and the expression gives it bit for bit."""
+        for recipe in self._recipes:
+            text = _drawn(recipe) if recipe.shape == tuple(tensor.shape) else ""
+            if text and torch.equal(eval(text, {"torch": torch}), tensor):
+                yield text
+                return
+
+
+def _parts(recipe: Any) -> Iterator[Any]:
+    if hasattr(recipe, "items"):
+        for _, item in recipe.items:
+            yield from _parts(item)
+    elif hasattr(recipe, "parts"):
+        yield from recipe.parts().values()
+    elif isinstance(recipe, TensorRecipe | IdsRecipe):
+        yield recipe
+
+
+def _drawn(recipe: TensorRecipe | IdsRecipe) -> str:
+    size, pool = torch.Size(recipe.shape).numel(), 4096
+    while pool < size:
+        pool *= 2
+    generator = f"torch.Generator().manual_seed({recipe.seed})"
+    integers = f"torch.randint(-2**21, 2**21, ({pool},), generator={generator})[:{size}]"
+    shape = f".reshape({', '.join(map(str, recipe.shape))})"
+    if isinstance(recipe, IdsRecipe):
+        return f"({integers} % {recipe.vocab}){shape}"
+    if recipe.regime not in _REGIMES:
+        return ""
+    values = _REGIMES[recipe.regime].format(integers if recipe.dtype == "float32" else f"{integers}.double()")
+    dtype = "" if recipe.dtype in ("float32", "float64") else f".to(torch.{recipe.dtype})"
+    after = dtype + (shape if len(recipe.shape) > 1 else "")
+    return f"({values}){after}" if after else values
