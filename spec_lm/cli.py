@@ -1,4 +1,4 @@
-"""The command line: `spec-lm check`, `clauses`, `explain` and `replay`.
+"""The command line: `spec-lm check`, `clauses`, `explain`, `replay` and `faults`.
 
 A thin front end: it prints what the runner emits. Nothing heavy is imported before a command needs it, so that
 `spec-lm --help` answers at once.
@@ -361,12 +361,13 @@ def explain(
 
 
 def _faults_of(clause: "Clause") -> Iterator[tuple[str, str]]:
-    """The faults of the catalogue that the clause must detect, a line each."""
-    from spec_lm.faults import catalogue, clauses_detecting
+    """The faults that the clause detects, a line each."""
+    from spec_lm.matrix import read
 
-    for fault in catalogue().values():
-        if clause.id in clauses_detecting(fault):
-            yield "detects", f"{fault.does} ({fault.report or fault.id})"
+    detected = read().detected_by(clause.id)
+    yield "detects", f"{len(detected)} fault{'' if len(detected) == 1 else 's'}{':' if detected else ''}"
+    for name, row in detected.items():
+        yield "", f"{row.does} ({row.report or name})"
 
 
 @app.command()
@@ -419,6 +420,67 @@ class _Again:
         else:
             word = {"holds": "fixed", "not_judged": "not judged"}.get(outcome.outcome, "not provided")
             _print(self.console, f"{word:<13} {outcome.clause}")
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+
+@app.command()
+def faults(
+    examples: Annotated[int, typer.Option(min=1, help="Examples drawn for each clause.")] = 50,
+    seed: Annotated[int, typer.Option(help="Of all draws: the same seed gives the same matrix.")] = 0,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes at a time; by default one a core, at most 4.")
+    ] = None,
+    operator: Annotated[
+        list[str] | None, typer.Option(metavar="OP", help="Faults of this operator only; repeatable.")
+    ] = None,
+    write: Annotated[bool, typer.Option("--write", help="Put the matrix into the package.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--check", help="Also fail where the matrix in the package is not that of these sources.")
+    ] = False,
+) -> None:
+    """Check the specification: run every clause on every fault of the catalogue.
+
+    Exit code: 1 where a fault is missed, a clause detects nothing, a fault satisfies no clause or could not be run, a
+    detection that the catalogue names is not there, or (with --check) the matrix in the package is stale.
+    """
+    from spec_lm import matrix
+    from spec_lm.conformance import workers
+
+    with _mendable():
+        workers.start()
+        if write and operator:
+            raise UserError("--write puts the whole matrix into the package; leave --operator out")
+        known, clauses = matrix.chosen(operator or ())
+        console = _console()
+        about = f"{len(known)} faults, {len(clauses)} clauses | seed {seed}, {examples} examples"
+        _print(console, f"spec_lm {spec_lm.__version__}, spec {spec_lm.SPEC_VERSION} | {about}")
+        with _counted(console, len(known)) as count:
+            asked = {"examples": examples, "seed": seed, "jobs": jobs or workers.default_jobs()}
+            measured = matrix.measure(known, clauses, **asked, on_found=count)
+        if write and not measured.errors:
+            text = measured.text()
+            with _written(matrix.PACKAGED) as file:
+                file.write(text)
+        stale = matrix.staleness(matrix.read().of(operator or matrix.OPERATORS), known, clauses) if compare else None
+        found = matrix.findings(measured, known, stale)
+        for line in matrix.findings_text(found, measured):
+            _print(console, line)
+    raise typer.Exit(found.exit_code)
+
+
+@contextlib.contextmanager
+def _counted(console: "Console", total: int) -> Iterator[Callable[[int], None]]:
+    """On a terminal, how many faults have been run so far."""
+    if not sys.stdout.isatty() or console.is_dumb_terminal:
+        yield lambda number: None
+        return
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        yield lambda number: live.update(Text(f"  {number} of {total} faults", style="dim"), refresh=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ printing

@@ -77,8 +77,17 @@ class Fault:
         """operator.name"""
         return f"{self.operator}.{self.name}"
 
+    def __reduce__(self) -> tuple[Callable[..., "Fault"], tuple[str, str]]:
+        """To another process it is sent by name: its function may be one that was made, and has none of its own."""
+        return _registered, (self.function.__module__, self.id)
+
 
 _CATALOGUE: dict[str, Fault] = {}
+
+
+def _registered(module: str, fault_id: str) -> Fault:
+    import_module(module)
+    return _CATALOGUE[fault_id]
 
 
 def fault(
