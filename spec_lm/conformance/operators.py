@@ -502,10 +502,14 @@ def _arrived(result: Tensor, leaves: Mapping[str, Tensor], cotangent: Tensor) ->
     try:
         found = _guarded(torch.autograd.grad, result, tuple(leaves.values()), cotangent, allow_unused=True)
     except Raised as raised:
-        if isinstance(raised.exception, NotImplementedError) or "is not implemented" in str(raised.exception):
+        if any(reason in str(raised.exception) for reason in _UNDIFFERENTIABLE):
             return {}
         raise
     return {name: gradient for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
+
+
+# What PyTorch says of a step without a backward: an operation, a function, a view that was taken under no_grad.
+_UNDIFFERENTIABLE = ("is not implemented", "must implement either the backward", "does not require grad")
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
