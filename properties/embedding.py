@@ -3,13 +3,13 @@
 import torch
 
 from spec_lm.conformance.clause import clause, given
-from spec_lm.conformance.strategies import NONZERO, NotJudged, one_of, tensors, token_ids
+from spec_lm.conformance.strategies import BLOCK_SIZES, LONG_SIZES, NONZERO, NotJudged, one_of, tensors, token_ids
 from spec_lm.conformance.tolerance import bit_equal, refuses
 
 SOURCE = "adapter interface: Building blocks, embedding"
 
 _IDS = {"ids": token_ids()}
-_W = {"weight": tensors("vocab d_model", (*NONZERO, "large integers"))}
+_W = {"weight": tensors("vocab d_model", (*NONZERO, "large integers", "huge"))}
 
 
 @clause("embedding", given(**_IDS, **_W), catches="a table in another dtype, ids off by one", source=SOURCE)
@@ -63,3 +63,54 @@ def ids_outside_are_refused(embedding, ids, weight, beyond, at):
 def int32_ids(embedding, ids, weight):
     """Ids may be int32 as well as int64."""
     bit_equal(embedding(ids.int(), weight), weight[ids])
+
+
+@clause(
+    "embedding",
+    given(**_IDS, **_W, negative=one_of(1, 2), at=one_of(0, 1, 2, 3)),
+    level="should",
+    enough=20,
+    catches="-1, which many give to padding, taken for the last row",
+    source="practice: an id below 0 is a mistake upstream",
+)
+def negative_ids_are_refused(embedding, ids, weight, negative, at):
+    """An id below 0 is refused; it does not count from the end."""
+    if embedding.device != "cpu":
+        raise NotJudged("judged on the CPU only: elsewhere an id outside can end the process instead of raising")
+    ids.view(-1)[at % ids.numel()] = -negative
+    refuses(lambda: embedding(ids, weight), what=f"id {-negative}")
+
+
+@clause(
+    "embedding",
+    given(weight=tensors("vocab 1", ("zeros",))),
+    sizes=LONG_SIZES,
+    cases={f"vocab {size.vocab}": size.__eq__ for size in LONG_SIZES["embedding"]},
+    level="should",
+    dtypes=("float32", "float64"),
+    enough=2,
+    catches="ids by way of a narrow dtype: bfloat16 knows 257 numbers in a row, float16 2049, int16 32768",
+    source="practice: vocabularies have 50000 entries and more",
+)
+def every_row_of_a_large_table_is_found(embedding, weight):
+    """In a table of tens of thousands of rows, each holding its own number, every id finds its own."""
+    ids = torch.arange(len(weight))
+    numbers = ids[:, None].to(weight.dtype)
+    bit_equal(embedding(ids, numbers), numbers)
+
+
+@clause(
+    "embedding",
+    given(ids=token_ids(), weight=tensors("vocab d_model", ("plain", *NONZERO))),
+    sizes=BLOCK_SIZES,
+    cases={f"{size.batch} ids, {size.d_model} columns": size.__eq__ for size in BLOCK_SIZES["embedding"]},
+    level="should",
+    enough=20,
+    catches="the tail of a block of ids or of columns is dropped",
+    source="practice: kernels work in blocks, and lengths are not multiples of them",
+)
+def reversing_ids_and_columns(embedding, ids, weight):
+    """Whatever their numbers, reversing the ids and the columns of the weight reverses the rows and their entries."""
+    whole = embedding(ids, weight)
+    reversed_ids = embedding(ids.flip(-1), weight.flip(-1))
+    bit_equal(reversed_ids, whole.map(lambda t: t.flip(-2, -1)))

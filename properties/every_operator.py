@@ -17,9 +17,10 @@ from spec_lm.conformance.strategies import (
     batched,
     map_tensors,
     size,
+    takes_the_dtype,
 )
 from spec_lm.conformance.surroundings import GENERATORS, SETTINGS, seeded, undisturbed
-from spec_lm.conformance.tolerance import Raised, Violation, bit_equal, close
+from spec_lm.conformance.tolerance import Raised, bit_equal, close
 
 SOURCE = "adapter interface"
 # The arguments that carry the leading axes; elsewhere it is the first alone.
@@ -81,16 +82,18 @@ def does_not_change_its_arguments(operator, arguments):
     EVERY,
     given(arguments=arguments(), variant=arguments(), other=arguments("other sizes")),
     enough=25,
-    catches="a cache that forgets theta, a size or a weight",
+    catches="a cache that forgets theta, a size or a weight; a buffer that every result is written to",
     source=SOURCE,
 )
 def has_no_memory(operator, arguments, variant, other):
-    """A result depends on the call's own arguments alone, whatever other sizes and parameters were used before."""
+    """A result depends on the call's own arguments alone, whatever other sizes and parameters were used before, and
+    stays as it is when others follow."""
     first = operator(*arguments)
     operator(*other)
     with operator.naming(*variant):
         close(operator(*variant), operator.exact(*variant), says="wrong after a call with other parameters")
     close(operator(*arguments), first, says="the same call came to something else after others")
+    bit_equal(first.raw, first.value, says="a later call changed an earlier result")
 
 
 @clause(
@@ -168,24 +171,8 @@ def grad_mode_changes_nothing(operator, arguments):
     close(tracked, plain, says="it differs where the arguments require gradients")
 
 
-def _takes_the_dtype(operator: Checked, arguments: Any) -> None:
-    """Judge no operator in a dtype that it refuses: then it gives no wrong numbers.
-
-    Zeros tell, without a mask or positions of one's own: so that what fails for its values is no refusal.
-    """
-    plain = map_tensors(arguments, lambda t: torch.zeros_like(t) if t.is_floating_point() else t)
-    if operator.operator.optional:
-        plain = plain._replace(**dict.fromkeys(name for name in operator.operator.optional if name in plain._fields))
-    try:
-        operator(*plain)
-    except Raised as raised:
-        raise NotJudged(f"it refuses this dtype: {raised}") from None
-    except Violation:
-        pass
-
-
 def _is_accurate(operator: Checked, arguments: Any) -> None:
-    _takes_the_dtype(operator, arguments)
+    takes_the_dtype(operator, arguments)
     with operator.naming(*arguments):
         close(operator(*arguments), operator.exact(*arguments))
 

@@ -3,7 +3,7 @@
 import torch
 
 from spec_lm.conformance.clause import clause, given
-from spec_lm.conformance.strategies import GENERAL, WEIGHTS, tensors
+from spec_lm.conformance.strategies import BLOCK_SIZES, GENERAL, LONG_SIZES, WEIGHTS, size, takes_the_dtype, tensors
 from spec_lm.conformance.tolerance import bit_equal, close
 
 SOURCE = "adapter interface: Building blocks, linear"
@@ -11,6 +11,7 @@ SOURCE = "adapter interface: Building blocks, linear"
 _X = {"x": tensors("*batch d_in", GENERAL)}
 _W = {"weight": tensors("d_out d_in", WEIGHTS)}
 _GRID = ("quarters", "zeros")
+_LONG = (*BLOCK_SIZES["linear"], *LONG_SIZES["linear"])
 
 
 @clause("linear", given(**_W), catches="a square weight used transposed; a scale", source=SOURCE)
@@ -20,7 +21,12 @@ def basis_vectors_give_columns(linear, weight):
     bit_equal(linear(basis, weight), weight.T)
 
 
-@clause("linear", given(**_X), catches="a scale, a bias, an activation", source=SOURCE)
+@clause(
+    "linear",
+    given(x=tensors("*batch d_in", (*GENERAL, "huge"))),
+    catches="a scale, a bias, an activation, a clamp",
+    source=SOURCE,
+)
 def identity_weight_returns_the_input(linear, x):
     """W = I returns the input, exactly."""
     bit_equal(linear(x, torch.eye(x.shape[-1], dtype=x.dtype)), x)
@@ -67,3 +73,39 @@ def each_row_of_the_weight_gives_one_output(linear, x, weight, other):
     """Changing the first row of W leaves the other outputs bit for bit as they were."""
     changed = torch.cat([other[:1], weight[1:]])
     bit_equal(linear(x, changed)[..., 1:], linear(x, weight)[..., 1:])
+
+
+# ------------------------------------------------------------------------------------------- where the source is silent
+
+
+@clause(
+    "linear",
+    given(x=tensors("*batch d_in", ("plain", *GENERAL)), weight=tensors("d_out d_in", ("halves", *WEIGHTS))),
+    sizes={"linear": _LONG},
+    cases={f"{size.batch} rows, {size.d_in} to {size.d_out}": size.__eq__ for size in _LONG},
+    level="should",
+    enough=20,
+    catches="the tail of a block of rows, features or outputs is dropped or counted twice",
+    source="practice: kernels work in blocks, and lengths are not multiples of them",
+)
+def reversing_rows_features_and_outputs(linear, x, weight):
+    """Whatever their numbers, reversing rows, features and outputs alike reverses rows and outputs."""
+    axes = tuple(range(x.ndim))
+    close(linear(x.flip(axes), weight.flip(0, 1)), linear(x, weight).map(lambda t: t.flip(axes)))
+
+
+@clause(
+    "linear",
+    given(n=size("d_in")),
+    sizes=LONG_SIZES,
+    level="should",
+    dtype="bfloat16",
+    enough=6,
+    catches="a sum that is kept in bfloat16: from 256 on, adding 1 changes nothing",
+    source="practice: rows of thousands of entries are summed in every layer",
+)
+def counts_to_thousands_in_bfloat16(linear, n):
+    """In bfloat16 n products of 1 and 1 sum to n."""
+    ones = torch.ones(1, n, dtype=torch.bfloat16)
+    takes_the_dtype(linear, (ones, ones))
+    close(linear(ones, ones), float(n))

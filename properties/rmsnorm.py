@@ -5,7 +5,17 @@ from math import prod
 import torch
 
 from spec_lm.conformance.clause import clause, given
-from spec_lm.conformance.strategies import GAINS, GENERAL, MODERATE, NONZERO, one_of, tensors
+from spec_lm.conformance.strategies import (
+    BLOCK_SIZES,
+    GAINS,
+    GENERAL,
+    LONG_SIZES,
+    MODERATE,
+    NONZERO,
+    one_of,
+    takes_the_dtype,
+    tensors,
+)
 from spec_lm.conformance.tolerance import at_most, bit_equal, close
 
 SOURCE = "adapter interface: Building blocks, rmsnorm"
@@ -13,6 +23,7 @@ SOURCE = "adapter interface: Building blocks, rmsnorm"
 _EPS = one_of(1e-5, 1e-6, 1e-3)
 _GAIN = tensors("d_model", GAINS)
 _ANY = {"x": tensors("*batch d_model", GENERAL), "eps": _EPS}
+_LONG = (*BLOCK_SIZES["rmsnorm"], *LONG_SIZES["rmsnorm"])
 _VAST = {"x": tensors("*batch d_model", ("vast",)), "eps": _EPS}
 
 
@@ -146,4 +157,40 @@ def large_inputs_are_normalized(rmsnorm, x, eps):
 )
 def large_half_inputs_are_normalized(rmsnorm, x, eps):
     """float16 inputs of 1000s are normalized like any others, their squares being computed in float32 at least."""
+    takes_the_dtype(rmsnorm, (x, torch.ones(x.shape[-1], dtype=x.dtype), eps))
+    _rms_is_one(rmsnorm, x, eps)
+
+
+@clause(
+    "rmsnorm",
+    given(x=tensors("*batch d_model", ("plain", *GENERAL)), gain=_GAIN, eps=_EPS),
+    sizes={"rmsnorm": _LONG},
+    cases={f"{size.batch} rows of {size.d_model}": size.__eq__ for size in _LONG},
+    level="should",
+    enough=20,
+    catches="the tail of a block is left out of the mean, or counted twice; rows beyond a block are not written",
+    source="practice: kernels work in blocks, and widths are not multiples of them",
+)
+def unit_rms_at_any_width(rmsnorm, x, gain, eps):
+    """However wide a row, and however many there are, its root mean square is 1, and reversing rows and entries
+    reverses the output."""
+    axes = tuple(range(x.ndim))
+    _rms_is_one(rmsnorm, x, eps)
+    reversed_ = rmsnorm(x.flip(axes), gain.flip(0), eps)
+    close(reversed_, rmsnorm(x, gain, eps).map(lambda t: t.flip(axes)), says="reversing changes the output")
+
+
+@clause(
+    "rmsnorm",
+    given(x=tensors("*batch d_model", ("plain", "positive", "constant", "tiny")), eps=_EPS),
+    sizes=LONG_SIZES,
+    level="should",
+    dtype="bfloat16",
+    enough=6,
+    catches="squares are summed in bfloat16: from 256 on, adding 1 changes nothing",
+    source="practice: rows of thousands of entries are summed in every layer",
+)
+def unit_rms_of_long_rows_in_bfloat16(rmsnorm, x, eps):
+    """In bfloat16 too, rows of thousands of entries have a root mean square of 1."""
+    takes_the_dtype(rmsnorm, (x, torch.ones(x.shape[-1], dtype=x.dtype), eps))
     _rms_is_one(rmsnorm, x, eps)

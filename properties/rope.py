@@ -7,16 +7,31 @@ import hypothesis.strategies as st
 import torch
 
 from spec_lm.conformance.clause import clause, given
-from spec_lm.conformance.strategies import MODERATE, NONZERO, THETAS, NotJudged, one_of, positions, size, tensors
+from spec_lm.conformance.strategies import (
+    BLOCK_SIZES,
+    MODERATE,
+    NONZERO,
+    THETAS,
+    NotJudged,
+    one_of,
+    positions,
+    size,
+    takes_the_dtype,
+    tensors,
+)
 from spec_lm.conformance.tolerance import bit_equal, close, refuses
 
 SOURCE = "course notes: Causal multi-head self-attention, rope"
 INTERFACE = "adapter interface"
 FARTHEST = 32768
+LONGEST = 2**17
 
 _TABLE = {"theta": one_of(*THETAS), "max_seq_len": size("max_seq_len")}
 _X = {"x": tensors("*batch sequence d_k", MODERATE)}
 _UNEVEN = ("permuted", "gapped", "shifted")
+_NEIGHBORS = given(
+    x=tensors("*batch sequence d_k", NONZERO), first=one_of(255, 2047, 4095, 16383, 30000), theta=one_of(*THETAS)
+)
 # 0 .. 29793, of numbers below 100.
 _FAR = st.builds(lambda hundreds, rest: 303 * hundreds + rest, st.integers(0, 98), st.integers(0, 99))
 
@@ -99,23 +114,28 @@ def inner_products_depend_on_the_distance_alone(rope, x, positions, shift, theta
 def pair_i_turns_by_position_times_theta_to_minus_2i_over_d(rope, position, theta):
     """Pair i, (x_2i, x_2i+1) unless declared otherwise, turns by phi = position * theta^(-2i/d_k) radians:
     (1, 0) becomes (cos phi, sin phi), (0, 1) becomes (-sin phi, cos phi)."""
-    basis = torch.eye(8)
-    call = (basis, torch.full((8,), position), theta, FARTHEST)
+    _basis_turns(rope, 8, position, theta)
+
+
+def _basis_turns(rope, d_k, position, theta):
+    call = (torch.eye(d_k), torch.full((d_k,), position), theta, FARTHEST)
     with rope.naming(*call):
         close(rope(*call), rope.exact(*call))
 
 
 @clause(
     "rope",
-    given(
-        x=tensors("*batch sequence d_k", NONZERO), first=one_of(255, 2047, 4095, 16383, 30000), theta=one_of(*THETAS)
-    ),
+    _NEIGHBORS,
     where=lambda s: s.sequence > 1,
     catches="positions or frequencies in half precision: neighbors far from 0 collapse",
     source=SOURCE,
 )
 def adjacent_positions_stay_distinct_far_from_0(rope, x, first, theta):
     """Far from position 0 adjacent positions still turn a vector differently, by as much as the equation says."""
+    _neighbors_differ(rope, x, first, theta)
+
+
+def _neighbors_differ(rope, x, first, theta):
     vector = x[..., :1, :].expand_as(x).contiguous()
     call = (vector, first + torch.arange(x.shape[-2]), theta, FARTHEST)
     y, exact = rope(*call), rope.exact(*call)
@@ -155,6 +175,23 @@ def theta_is_honored(rope, x, positions, theta):
     call = (x, positions, theta, 16)
     with rope.naming(*call):
         close(rope(*call), rope.exact(*call))
+
+
+@clause(
+    "rope",
+    given(x=tensors("*batch sequence d_k", NONZERO), positions=positions(), theta=one_of(*THETAS), factor=one_of(2, 8)),
+    enough=20,
+    catches="frequencies that are stretched for long tables; a table kept from a call with fewer positions",
+    source=f"{INTERFACE}, max_seq_len",
+)
+def max_seq_len_changes_no_angle(rope, x, positions, theta, factor):
+    """max_seq_len bounds the positions and changes no angle: nearer ones turn as before where more are allowed, and
+    R_m R_n = R_(m + n) across the shorter bound."""
+    near = rope(x, positions, theta, 16)
+    close(rope(x, positions, theta, 16 * factor), near, says="a larger max_seq_len changes the angles")
+    call = (x, positions + 15, theta, 16 * factor)
+    with rope.naming(*call):
+        close(rope(*call), rope.exact(*call), says="wrong beyond the max_seq_len of an earlier call")
 
 
 @clause(
@@ -217,3 +254,96 @@ def refuses_a_position_outside_max_seq_len(rope, x, positions, theta, max_seq_le
     positions[-1] = max_seq_len
     call = (x, positions, theta, max_seq_len)
     refuses(lambda: rope(*call), what=f"position {max_seq_len} with max_seq_len {max_seq_len}")
+
+
+# ------------------------------------------------------------------------------------------- where the source is silent
+
+
+@clause(
+    "rope",
+    given(d_k=size("d_k"), position=_FAR, theta=one_of(*THETAS)),
+    where=lambda s: s.d_k >= 64,
+    sizes=BLOCK_SIZES,
+    cases={f"d_k {size.d_k}": size.__eq__ for size in BLOCK_SIZES["rope"] if size.d_k >= 64},
+    level="should",
+    dtype="float32",
+    enough=20,
+    catches="pairs beyond a block are not turned; the exponent of a padded size",
+    source="practice: heads have 64, 96 or 128 features",
+)
+def every_pair_turns_at_any_size(rope, d_k, position, theta):
+    """In vectors of 64 entries and more every pair turns by its own angle."""
+    _basis_turns(rope, d_k, position, theta)
+
+
+@clause(
+    "rope",
+    given(
+        x=tensors("*batch sequence d_k", NONZERO), positions=positions(kinds=("gapped", "from 0", "permuted")), **_TABLE
+    ),
+    sizes=BLOCK_SIZES,
+    cases={f"{size.batch} of {size.sequence} tokens": size.__eq__ for size in BLOCK_SIZES["rope"] if size.sequence > 3},
+    level="should",
+    enough=20,
+    catches="tokens beyond a block are not rotated, or by positions of other tokens",
+    source="practice: kernels work in blocks, and lengths are not multiples of them",
+)
+def reversing_tokens_and_their_positions(rope, x, positions, theta, max_seq_len):
+    """Whatever their number, tokens turn by their own positions: reversing both reverses the output."""
+    y = rope(x.flip(-2), positions.flip(-1), theta, max_seq_len)
+    close(y, rope(x, positions, theta, max_seq_len).map(lambda t: t.flip(-2)))
+
+
+@clause(
+    "rope",
+    _NEIGHBORS,
+    where=lambda s: s.sequence > 1,
+    cases={},
+    level="should",
+    dtype="bfloat16",
+    enough=20,
+    catches="positions in the dtype of the input: from 256 on, neighbors become one",
+    source="practice: models are trained in bfloat16",
+)
+def adjacent_positions_stay_distinct_in_bfloat16(rope, x, first, theta):
+    """In bfloat16 too, adjacent positions far from 0 turn a vector differently, by as much as the equation says."""
+    takes_the_dtype(rope, (x, torch.arange(x.shape[-2]), theta, FARTHEST))
+    _neighbors_differ(rope, x, first, theta)
+
+
+@clause(
+    "rope",
+    _NEIGHBORS,
+    where=lambda s: s.sequence > 1,
+    cases={},
+    level="should",
+    dtype="float16",
+    enough=20,
+    catches="positions in the dtype of the input: from 2048 on, neighbors become one",
+    source="practice: models are served in float16",
+)
+def adjacent_positions_stay_distinct_in_float16(rope, x, first, theta):
+    """In float16 too, adjacent positions far from 0 turn a vector differently, by as much as the equation says."""
+    takes_the_dtype(rope, (x, torch.arange(x.shape[-2]), theta, FARTHEST))
+    _neighbors_differ(rope, x, first, theta)
+
+
+@clause(
+    "rope",
+    given(
+        x=tensors("*batch sequence d_k", NONZERO),
+        positions=positions(),
+        first=one_of(32760, 65500, 99900),
+        theta=one_of(*THETAS),
+    ),
+    cases={},
+    level="should",
+    enough=10,
+    catches="positions in 16 bits: int16 ends at 32767, float16 at 65504",
+    source="practice: contexts of 100000 tokens",
+)
+def positions_of_a_long_context(rope, x, positions, first, theta):
+    """Positions of tens of thousands turn by their angles like any other."""
+    call = (x, first + positions, theta, LONGEST)
+    with rope.naming(*call):
+        close(rope(*call), rope.exact(*call))

@@ -3,7 +3,7 @@
 import torch
 
 from spec_lm.conformance.clause import clause, given
-from spec_lm.conformance.strategies import tensors
+from spec_lm.conformance.strategies import BLOCK_SIZES, LONG_SIZES, takes_the_dtype, tensors
 from spec_lm.conformance.tolerance import bit_equal, close, finite
 
 SOURCE = "adapter interface: Building blocks, swiglu"
@@ -23,6 +23,7 @@ def _outer(regimes=_HALVES, layouts=("contiguous",)):
 
 
 _X = {"x": tensors("*batch d_model", _INPUTS)}
+_LONG = (*BLOCK_SIZES["swiglu"], *LONG_SIZES["swiglu"])
 _ALL = {**_X, "w1": _inner(), "w2": _outer(), "w3": _inner()}
 
 
@@ -53,6 +54,15 @@ def gate_is_w1(swiglu, x, w1, w2, w3):
     """W1 is what silu is applied to: since silu(g) - silu(-g) = g, negating W1 takes W2 (W1 x * W3 x) away."""
     gate, up = x.double() @ w1.double().T, x.double() @ w3.double().T
     close(swiglu(x, w1, w2, w3) - swiglu(x, -w1, w2, w3), (gate * up) @ w2.double().T)
+
+
+@clause("swiglu", given(**_ALL), catches="GELU, ReLU, or a scaled sigmoid for the silu", source=SOURCE)
+def mirrored_gates_stand_in_the_ratio_exp(swiglu, x, w1, w2, w3):
+    """The activation is silu: since silu(g) = -exp(g) silu(-g), negating the row of W1 of a hidden unit by itself
+    divides what it gives by -exp(g)."""
+    gate = x.double() @ w1[:1].double().T
+    mirrored = swiglu(x, -w1[:1], w2[:, :1], w3[:1])
+    close(swiglu(x, w1[:1], w2[:, :1], w3[:1]), -mirrored * gate.exp())
 
 
 @clause("swiglu", given(**_ALL), catches="a sigmoid for the silu, a bias, gate + up", source=SOURCE)
@@ -110,3 +120,42 @@ def permuting_hidden_units_changes_nothing(swiglu, x, w1, w2, w3):
 def large_inputs_stay_finite(swiglu, x, w1, w2, w3):
     """Gates of hundreds, of either sign, give finite outputs."""
     finite(swiglu(x, w1, w2, w3))
+
+
+@clause(
+    "swiglu",
+    given(x=tensors("*batch d_model", ("plain", *_INPUTS)), w1=_inner(), w2=_outer(), w3=_inner()),
+    sizes={"swiglu": _LONG},
+    cases={f"{size.batch} rows, {size.d_model} to {size.d_ff}": size.__eq__ for size in _LONG},
+    level="should",
+    enough=20,
+    catches="the tail of a block of rows, features or hidden units is dropped or counted twice",
+    source="practice: kernels work in blocks, and lengths are not multiples of them",
+)
+def reversing_rows_features_and_hidden_units(swiglu, x, w1, w2, w3):
+    """Whatever their numbers, reversing rows, features and hidden units alike reverses rows and features."""
+    axes = tuple(range(x.ndim))
+    reversed_weights = (weight.flip(0, 1) for weight in (w1, w2, w3))
+    close(swiglu(x.flip(axes), *reversed_weights), swiglu(x, w1, w2, w3).map(lambda t: t.flip(axes)))
+
+
+@clause(
+    "swiglu",
+    given(
+        x=tensors("*batch d_model", ("constant", "plain")),
+        w1=tensors("1 d_model", ("constant", "halves")),
+        w2=tensors("d_model d_ff", ("constant",)),
+        w3=tensors("1 d_model", ("constant", "halves")),
+    ),
+    sizes=LONG_SIZES,
+    level="should",
+    dtype="bfloat16",
+    enough=6,
+    catches="a sum that is kept in bfloat16: from 256 equal terms on, one more changes nothing",
+    source="practice: d_ff is in the thousands",
+)
+def thousands_of_equal_hidden_units_in_bfloat16(swiglu, x, w1, w2, w3):
+    """In bfloat16 too, n equal hidden units give n times what one gives."""
+    takes_the_dtype(swiglu, (x, w1, w2[:, :1], w3))
+    n = w2.shape[1]
+    close(swiglu(x, w1.repeat(n, 1), w2, w3.repeat(n, 1)), swiglu(x, w1, w2[:, :1].contiguous(), w3) * n)

@@ -8,7 +8,7 @@ pool times a power of two: the same on every machine, and stable while a size sh
 """
 
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from types import SimpleNamespace
@@ -22,8 +22,8 @@ from hypothesis import HealthCheck, Phase
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
-from spec_lm.conformance.operators import nearest_supported, same_axes
-from spec_lm.conformance.tolerance import NotJudged
+from spec_lm.conformance.operators import Checked, nearest_supported, same_axes
+from spec_lm.conformance.tolerance import NotJudged, Raised, Violation
 
 # --------------------------------------------------------------------------------------------------------------- sizes
 
@@ -590,6 +590,25 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if hasattr(value, "_replace"):
         return value._replace(**{name: map_tensors(item, change) for name, item in value._asdict().items()})
     return value
+
+
+def takes_the_dtype(operator: Checked, arguments: Sequence[Any]) -> None:
+    """Judge no operator in a dtype that it refuses: then it gives no wrong numbers.
+
+    Zeros tell, without a mask or positions of one's own: so that what fails for its values is no refusal.
+
+    Raises:
+        NotJudged: it refuses the dtype of these arguments.
+    """
+    plain = [map_tensors(value, lambda t: torch.zeros_like(t) if t.is_floating_point() else t) for value in arguments]
+    if operator.operator.optional:
+        plain[-1] = None
+    try:
+        operator(*plain)
+    except Raised as raised:
+        raise NotJudged(f"it refuses this dtype: {raised}") from None
+    except Violation:
+        pass
 
 
 def build(recipe: Any) -> Any:
