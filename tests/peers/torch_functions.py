@@ -28,7 +28,7 @@ def rope(x, positions, theta, max_seq_len):
     frequencies = theta ** -(torch.arange(0, x.shape[-1], 2, dtype=torch.float64) / x.shape[-1])
     turns = torch.polar(torch.ones((), dtype=torch.float64), positions[..., None] * frequencies)
     wide = torch.promote_types(x.dtype, torch.float32)
-    pairs = torch.view_as_complex(x.to(wide).unflatten(-1, (-1, 2)).contiguous())
+    pairs = torch.complex(x[..., 0::2].to(wide), x[..., 1::2].to(wide))
     return torch.view_as_real(pairs * turns.to(pairs.dtype)).flatten(-2).to(x.dtype)
 
 
