@@ -69,10 +69,15 @@ _IN_16_BITS: dict[str, dict[str, Draw]] = {
 }
 
 
+# Where exp(-x) overflows, and where 1 - sigmoid(x) has no digits.
+_TAILS = {"silu": {"x": tensors("*batch n", ("zeros", "plain", "shifted", "negative tail", "large", "large integers"))}}
+
+
 def _arguments(domain: Domain, name: str) -> SearchStrategy[ArgumentsRecipe]:
     """All arguments of the domain's operator, in any layout; in 16 bits of moderate size."""
-    instead = _IN_16_BITS.get(domain.operator, {}) if domain.dtype in ("float16", "bfloat16") else {}
-    drawn = {n: draw(domain, f"{name} {n}") for n, draw in {**ARGUMENTS[domain.operator], **instead}.items()}
+    table = {**_TAILS, **(_IN_16_BITS if domain.dtype in ("float16", "bfloat16") else {})}
+    draws = {**ARGUMENTS[domain.operator], **table.get(domain.operator, {})}
+    drawn = {n: draw(domain, f"{name} {n}") for n, draw in draws.items()}
 
     def recipe(layout: str, *values: Any) -> ArgumentsRecipe:
         return ArgumentsRecipe(tuple(zip(drawn, values, strict=True)), layout)
