@@ -75,9 +75,15 @@ PEERS = (
     Peer("course_modules"),
     Peer("tf32_products", ("float32",), "should", _PRODUCTS),
     Peer("reduced_products", ("bfloat16", "float16"), "should", _PRODUCTS),
-    Peer("llama", ("float32",), "must", ("rmsnorm", "swiglu", "transformer_lm"), "transformers"),
-    Peer("llama_eager", ("float32",), "must", ("transformer_lm",), "transformers"),
-    Peer("x_transformers_parts", ("float32",), "must", ("rope", _ATTENTION, "swiglu"), "x_transformers"),
+    Peer("llama", ALL, "must", ("rmsnorm", "swiglu", "transformer_lm"), "transformers"),
+    Peer("llama_eager", ALL, "must", ("transformer_lm",), "transformers"),
+    Peer(
+        "x_transformers_parts",
+        ("float32", "bfloat16", "float16"),
+        "must",
+        ("rope", _ATTENTION, "swiglu"),
+        "x_transformers",
+    ),
 )
 
 

@@ -28,7 +28,7 @@ def scaled_dot_product_attention(query, key, value, mask=None):
 
 def swiglu(x, w1, w2, w3):
     d_ff, d_model = w1.shape
-    network = FeedForward(d_model, mult=d_ff / d_model, glu=True, swish=True, no_bias=True).eval()
+    network = FeedForward(d_model, mult=d_ff / d_model, glu=True, swish=True, no_bias=True).to(x.dtype).eval()
     names = list(network.state_dict())  # of its two products: the fused first one has a bias all the same
     network.load_state_dict(dict(zip(names, (torch.cat([w3, w1]), w1.new_zeros(2 * d_ff), w2), strict=True)))
     with torch.no_grad():
