@@ -108,6 +108,9 @@ def check(
     ] = None,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print failures and the last line only.")] = False,
+    all_failures: Annotated[
+        bool, typer.Option("--all-failures", help="Tell all failures of an operator in full, not the first three.")
+    ] = False,
 ) -> None:
     """Check implementations against the clauses.
 
@@ -126,7 +129,8 @@ def check(
         elif last := _last_file(files):
             sinks.append(last)
             again = LAST
-        checks = _Checks(_console(), sinks, asked, quiet, str(again) if again else "", _how(in_process, jobs, device))
+        how = _how(in_process, jobs, device)
+        checks = _Checks(_console(), sinks, asked, quiet, all_failures, str(again) if again else "", how)
         codes = [checks.one(each) for each in _grouped(implementations or [])]
         if xml is not None:
             _write_junit(xml, checks.reports)
@@ -202,6 +206,7 @@ class _Checks:
     sinks: list[TextIO]
     asked: dict[str, Any]
     quiet: bool
+    all_failures: bool
     again: str
     run: Callable[..., Report]
     reports: list[Report] = field(default_factory=list)
@@ -230,15 +235,14 @@ class _Checks:
         return report.exit_code
 
     def _finish(self, view: "_View", report: Report, built_in: bool) -> None:
-        from spec_lm.conformance.display import failure_text, summary_text
+        from spec_lm.conformance.display import failures_text, summary_text
 
         self.reports.append(report)
         view.write(report.footer())
-        for outcome in report.of("fails", "error"):
-            again = f"spec-lm replay {self.again} {outcome.clause}" if self.again else ""
-            if not self.quiet or outcome is not report.of("fails", "error")[0]:
+        for number, text in enumerate(failures_text(report, self.again, self.all_failures)):
+            if not self.quiet or number:
                 self.console.print()
-            _print_failure(self.console, failure_text(outcome, again))
+            _print_failure(self.console, text)
         if not self.quiet or report.of("fails", "error"):
             self.console.print()
         hint = "; check your own with `spec-lm check path/to/adapters.py`" if built_in else ""
@@ -374,6 +378,7 @@ def _faults_of(clause: "Clause") -> Iterator[tuple[str, str]]:
 def replay(
     report: Annotated[Path, typer.Argument(metavar="REPORT", help="A report file, as in .spec-lm/last.jsonl.")],
     clause: Annotated[str | None, typer.Argument(metavar="[CLAUSE]", help="Only this clause.")] = None,
+    code: Annotated[bool, typer.Option("--code", help="Print the failure in plain PyTorch, and run nothing.")] = False,
 ) -> None:
     """Run a report's counterexamples again, as its header says. Exit code: 1 where one still fails."""
     from spec_lm.conformance.runner import known_clause
@@ -385,6 +390,9 @@ def replay(
         failed = [outcome for each in reports for outcome in each.of("fails")]
         if wanted and wanted[0] not in [outcome.clause for outcome in failed]:
             raise UserError(f"{report} holds no counterexample of {clause}; {_stored_text(failed)}")
+        if code:
+            print(_code_of(failed, wanted, report))
+            return
         view = _Again(_console(), report)
         outcomes = [outcome for each in reports for outcome in run(each, wanted, on_outcome=view.outcome)]
         still = [outcome.outcome for outcome in outcomes]
@@ -401,6 +409,21 @@ def replay(
 def _stored_text(failed: list[Outcome]) -> str:
     ids = dict.fromkeys(outcome.clause for outcome in failed)
     return f"it holds those of {', '.join(ids)}" if ids else "nothing fails in it"
+
+
+def _code_of(failed: list[Outcome], wanted: list[str], report: Path) -> str:
+    """The code of one failure.
+
+    Raises:
+        UserError: several fail and none was named, or it has none.
+    """
+    if not wanted:
+        raise UserError(f"name the clause whose code is wanted; {_stored_text(failed)}")
+    found = next((o.reproduction for o in failed if o.clause == wanted[0] and o.reproduction), "")
+    if not found:
+        again = f"`spec-lm replay {report} {wanted[0]}` runs it again"
+        raise UserError(f"{wanted[0]} has no code in {report}, since none fails by itself in plain PyTorch; {again}")
+    return found
 
 
 @dataclass

@@ -112,6 +112,7 @@ class Clause:
         *,
         domain: Domain | None = None,
         case: str = "",
+        size: Size | None = None,
         examples: int = 50,
         search: "Search | None" = None,
         shrink: bool = True,
@@ -122,6 +123,7 @@ class Clause:
             implementation: the operator as a function of the plain signature, or a `Checked` one.
             domain: what may be drawn; by default everything, in float32.
             case: draw only this required partition.
+            size: draw only this one of the sizes.
             examples: how many to draw.
             search: what has been seen so far; shared by the cases of one clause.
             shrink: look for a smaller counterexample; False only tells whether there is one.
@@ -134,6 +136,8 @@ class Clause:
         """
         search = search or Search(self, as_checked(implementation, self.operator))
         narrowed = self.domain(domain, case)
+        if size is not None:
+            narrowed = replace(narrowed, case=lambda each: each == size)
 
         def attempt(_size: Size, **recipes: Any) -> None:
             search.judge(recipes, _size)
@@ -165,6 +169,7 @@ _SETTINGS: dict[str, Any] = {
     "verbosity": Verbosity.quiet,
 }
 MOST_CALLS_TO_SHRINK = 250
+MOST_CALLS_FOR_SIZES = 100
 MOST_EARLIER = 24
 
 
@@ -190,6 +195,7 @@ class Search:
     examples: int = 0
     worst: float = 0.0
     kind: str | None = None
+    size: Size | None = None
     calls_to_shrink: int = 0
     reached: Counter[str] = field(default_factory=Counter)
     passed_over: int = 0
@@ -217,6 +223,7 @@ class Search:
             self._seen[key] = self._attempt(recipes)
         violation = self._seen[key]
         if violation is not None and violation.kind == self.kind:
+            self.size = size
             raise violation
 
     def _attempt(self, recipes: dict[str, Any]) -> Violation | None:
@@ -243,6 +250,10 @@ class Search:
     def start_again(self) -> None:
         """Look for any kind of violation again: each case of a feature is judged by itself."""
         self.kind, self.calls_to_shrink = None, 0
+
+    def allow_more_calls(self) -> None:
+        """Look for the same kind of violation again, at other sizes, in a few calls more."""
+        self.calls_to_shrink = MOST_CALLS_TO_SHRINK - MOST_CALLS_FOR_SIZES
 
     def recorded(self, recipes: Mapping[str, Any]) -> tuple[Violation | None, list[Call]]:
         """Run the clause once more: what it comes to, and the calls it makes."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lm.conformance.report import Outcome, Report, printable
+from spec_lm.conformance.report import Cause, Outcome, Report, printable
 from spec_lm.conformance.strategies import build, to_json
 from spec_lm.conformance.tolerance import Evidence
 
@@ -22,6 +22,8 @@ _WHOLE_WEIGHT = 8  # an entry of a weight dict with more numbers is shown by its
 _WIDTH = 110
 _LONGEST_LINE = 150
 _LABEL = 10
+_MOST_LINES = 12  # of code
+_TOLD_IN_FULL = 3  # failures of one operator
 _AROUND = 3  # entries on each side of the worst one
 _BUILT_IN = "spec_lm.reference.adapters"
 
@@ -252,8 +254,9 @@ _PLAIN = re.compile(
 )
 
 
-def failure_text(outcome: Outcome, replay: str = "") -> str:
-    """A failure as a person reads it: sentence, input, what was seen, how to run it again, where to read on."""
+def failure_text(outcome: Outcome, replay: str = "", causes: Iterable[Cause] = ()) -> str:
+    """A failure as a person reads it: sentence, input, what was seen, why that may be, how to run it again, in plain
+    PyTorch too where that is short, and where to read on."""
     if outcome.outcome == "error":
         return f"ERROR  {outcome.clause:<72} {outcome.level.upper()}\n{_indented(outcome.message)}"
     lines = [f"FAILS  {outcome.clause:<72} {outcome.level.upper()}", f"  {outcome.sentence}"]
@@ -264,10 +267,74 @@ def failure_text(outcome: Outcome, replay: str = "") -> str:
         lines.append(f"  {'seen':{_LABEL - 1}} {printable(said)}")
     if outcome.evidence:
         lines += [f"  {line}" for line in evidence_text(outcome.evidence)]
+    lines += [f"  {'likely':{_LABEL - 1}} {printable(cause.text)}" for cause in causes]
     if replay:
         lines.append(f"  {'again':{_LABEL - 1}} {replay}")
+    lines += [f"  {line}" for line in _code_text(outcome.reproduction, replay)]
     lines.append(f"  {'read':{_LABEL - 1}} spec-lm explain {outcome.clause}")
     return "\n".join(lines)
+
+
+def _code_text(code: str, replay: str) -> Iterator[str]:
+    """The failure in plain PyTorch, where it is short; else where it is."""
+    lines = code.splitlines()
+    if len(lines) <= _MOST_LINES and all(len(line) <= _LONGEST_LINE for line in lines):
+        for number, line in enumerate(lines):
+            yield f"{'' if number else 'code':{_LABEL - 1}} {printable(line)}"
+    elif replay:
+        yield f"{'code':{_LABEL - 1}} {replay} --code"
+
+
+def failures_text(report: Report, file: str = "", whole: bool = False) -> Iterator[str]:
+    """All failures and errors of a report, a block each. Of an operator where many clauses fail the first ones are told
+    in full and the others in a line each; errors that read the same are told once.
+
+    Args:
+        report: of a check.
+        file: where the report was written to; empty where it cannot be replayed.
+        whole: tell every failure in full.
+    """
+    for operator, outcomes in _by_operator(report.of("fails", "error")).items():
+        failing = [outcome for outcome in outcomes if outcome.outcome == "fails"]
+        shown = len(failing) if whole or len(failing) <= _TOLD_IN_FULL + 1 else _TOLD_IN_FULL
+        for number, outcome in enumerate(failing[:shown]):
+            again = f"spec-lm replay {file} {outcome.clause}" if file else ""
+            yield failure_text(outcome, again, report.causes(operator) if number == 0 else ())
+        if rest := failing[shown:]:
+            yield _rest_text(rest, f"--all-failures or spec-lm replay {file}" if file else "--all-failures")
+        yield from _errors_text([outcome for outcome in outcomes if outcome.outcome == "error"])
+
+
+def _by_operator(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
+    groups: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault(outcome.operator, []).append(outcome)
+    return groups
+
+
+def _rest_text(outcomes: list[Outcome], how: str) -> str:
+    """Failures a line each: the clause, and what was seen."""
+    head = f"FAIL   {len(outcomes)} more clauses of {outcomes[0].operator}; in full: {how}"
+    widest = max(len(outcome.clause) for outcome in outcomes)
+    return "\n".join([head, *(f"  {o.clause:<{widest}}  {_shortened(_seen_text(o))}" for o in outcomes)])
+
+
+def _seen_text(outcome: Outcome) -> str:
+    """What was seen, in a few words."""
+    evidence = outcome.evidence
+    if not evidence or not _PLAIN.fullmatch(outcome.message) or outcome.message.startswith("got "):
+        return outcome.message
+    return _worst_text(evidence) or outcome.message
+
+
+def _errors_text(outcomes: list[Outcome]) -> Iterator[str]:
+    """Errors, those of one message together."""
+    by_message: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        by_message.setdefault(outcome.message, []).append(outcome)
+    for alike in by_message.values():
+        others = ", ".join(outcome.clause for outcome in alike[1:])
+        yield failure_text(alike[0]) + (f"\n  so did {others}" if others else "")
 
 
 def _indented(text: str) -> str:

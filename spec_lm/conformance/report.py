@@ -59,6 +59,25 @@ class Outcome:
     reached: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Cause:
+    """What may be wrong with an operator, told by which of its clauses fail.
+
+    Args:
+        operator: whose clauses fail.
+        text: in words, with how sure it is.
+        fault: the catalogue's fault that it looks like.
+        family: what there is to mend.
+        below: the operator inside it that is to be mended first.
+    """
+
+    operator: str
+    text: str
+    fault: str = ""
+    family: str = ""
+    below: str = ""
+
+
 @dataclass(frozen=True, repr=False)
 class Report:
     """All outcomes of one check of one implementation.
@@ -68,12 +87,14 @@ class Report:
         outcomes: one a clause, in the order they came.
         required: operators whose absence fails the check ("all" stands for every one).
         complete: False where the check was interrupted.
+        diagnosis: what may be wrong, first causes first.
     """
 
     header: dict[str, Any]
     outcomes: tuple[Outcome, ...]
     required: tuple[str, ...] = ()
     complete: bool = True
+    diagnosis: tuple[Cause, ...] = ()
 
     def __iter__(self) -> Iterator[Outcome]:
         return iter(self.outcomes)
@@ -93,6 +114,10 @@ class Report:
     def of(self, *statuses: Status) -> list[Outcome]:
         """The outcomes that are one of these."""
         return [outcome for outcome in self.outcomes if outcome.outcome in statuses]
+
+    def causes(self, operator: str) -> list[Cause]:
+        """What may be wrong with an operator, the most likely first."""
+        return [cause for cause in self.diagnosis if cause.operator == operator]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -142,6 +167,7 @@ class Report:
         return {"kind": "footer", **counts, "absent_operators": self.absent, "complete": self.complete} | {
             "required": list(self.required),
             "exit_code": self.exit_code,
+            "diagnosis": [asdict(cause) for cause in self.diagnosis],
         }
 
     def write(self, path: str | Path) -> None:
@@ -198,9 +224,16 @@ def _read_line(reports: list[Report], line: str, error: Callable[[str], ReportEr
     elif kind not in ("outcome", "footer") or not reports:
         raise error(f"a line of kind {kind!r} before any header" if not reports else f"unknown kind {kind!r}")
     elif kind == "outcome":
-        known = {name: data[name] for name in Outcome.__dataclass_fields__ if name in data}
+        known = _known(data, Outcome)
         known["worst"] = float(known.get("worst", 0.0))
         reports[-1] = Report(reports[-1].header, (*reports[-1].outcomes, Outcome(**known)), complete=False)
     else:
         last = reports[-1]
-        reports[-1] = Report(last.header, last.outcomes, tuple(data.get("required", ())), data.get("complete", False))
+        causes = tuple(Cause(**_known(cause, Cause)) for cause in data.get("diagnosis", ()))
+        required, complete = tuple(data.get("required", ())), data.get("complete", False)
+        reports[-1] = Report(last.header, last.outcomes, required, complete, causes)
+
+
+def _known(data: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """The entries that this version has fields for."""
+    return {name: data[name] for name in kind.__dataclass_fields__ if name in data}

@@ -31,18 +31,22 @@ class Recording:
         calls: in their order.
         earlier: what the implementation was called with before, on other inputs.
         changing: whether results change from call to call.
+        remembers: whether the violation is about what a call leaves for the next.
     """
 
     violation: Violation
     calls: list[Call]
     earlier: Iterable[Call] = ()
     changing: bool = False
+    remembers: bool = False
 
 
 def reproduction(seen: Recording, checked: Checked, origin: Origin) -> str:
     """Write the text for a violation of an operator; empty where none fails by itself."""
     drawn, tried = Drawn(seen.violation.recipes or {}), set[str]()
-    for write in _ways(seen, checked):
+    # A function that cannot be imported anew may be full of what it remembers, so that any call fails here.
+    ways = _ways(seen, checked) if origin.statement or not seen.remembers else _in_order(seen, checked)
+    for write in ways:
         for exact_layout in (False, True):
             script = Script(checked.operator, origin, checked.device, drawn, exact_layout)
             try:
@@ -135,6 +139,12 @@ def _values(seen: Recording, checked: Checked) -> Iterator[_Write]:
         yield _after([call], wrong[-1][1])
 
 
+def _in_order(seen: Recording, checked: Checked) -> Iterator[_Write]:
+    """Each wrong result after all calls before it."""
+    for number, call in enumerate(seen.calls):
+        yield from (_after(seen.calls[:number], write) for write in _wrong_results(checked, call) if number)
+
+
 def _wrong_results(checked: Checked, call: Call) -> Iterator[_Write]:
     """Ways to write each result of a call that is wrong: its output, or its gradients."""
     for name, exact in _exact(checked, call).items():
@@ -173,7 +183,7 @@ def _entry_of(side: Comparable, evidence: Evidence, calls: list[Call]) -> Entry 
     results = ((call, name, output) for call in calls for name, output in _outputs(call).items())
     found = next(((call, name) for call, name, output in results if output.raw is side.raw), None)
     value, source = side.value.broadcast_to(shape)[evidence.index], side.sources()
-    if found is None or source.numel() != side.value.numel():
+    if found is None or source.shape != side.value.shape:
         return None
     position = float(source.broadcast_to(shape)[evidence.index])
     if not (position.is_integer() and 0 <= position < side.raw.numel()):

@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import hypothesis
@@ -24,18 +25,19 @@ from spec_lm.conformance.bounds import CONVENTIONS
 from spec_lm.conformance.clause import CLAUSES, Clause, Level, Search, nearest, seed_of
 from spec_lm.conformance.display import counterexample_of, evidence_of
 from spec_lm.conformance.implementation import BUILT_IN, Implementation, loaded
-from spec_lm.conformance.operators import OPERATORS, Checked
+from spec_lm.conformance.operators import OPERATORS, Call, Checked
 from spec_lm.conformance.report import Outcome, Report, ReportError, Status, UserError
 from spec_lm.conformance.reproduction import Recording, reproduction
 from spec_lm.conformance.script import Origin
-from spec_lm.conformance.strategies import Domain, NotJudged, from_json, plainest
+from spec_lm.conformance.strategies import Domain, NotJudged, Size, from_json, plainest
 from spec_lm.conformance.tolerance import Raised, Violation
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 # What a declared support may name: axes by name (a head size, a sequence length), how many there are, masks, dtypes.
 SUPPORTS = ("axes", "dtype", "mask", "sequence", "queries", "keys", "heads", "d_head", "d_k", "d_v")
 SUPPORTS += ("n", "d_model", "d_ff", "d_in", "d_out", "vocab")
-SIGNATURE = "keeps_its_signature"
+SIGNATURE, NO_MEMORY = "keeps_its_signature", "has_no_memory"
+_EXAMPLES_A_SIZE = 10
 Emit = Callable[[Outcome], None]
 
 
@@ -219,9 +221,7 @@ def by_operator(clauses: list[Clause]) -> dict[str, list[Clause]]:
 # ------------------------------------------------------------------------------------------------------- one operator
 
 
-def run_operator(
-    operator: str, clauses: list[Clause], subject: Implementation, settings: Settings, emit: Emit
-) -> None:
+def run_operator(operator: str, clauses: list[Clause], subject: Implementation, settings: Settings, emit: Emit) -> None:
     """Run the clauses of one operator, in the order in which one decides about the next."""
     run = OperatorRun(operator, subject.functions.get(operator), settings, subject.origins.get(operator))
     for clause in in_order(clauses):
@@ -323,10 +323,11 @@ def _violations(clause: Clause, search: Search, domain: Domain, settings: Settin
         except NotJudged as reason:
             reasons.append(reason)
             continue
+        if found is not None and not clause.feature:
+            violations[case] = _at_simpler_sizes(clause, search, domain, settings) or found
+            break
         if found is not None:
             violations[case] = found
-            if not clause.feature:
-                break
             search.start_again()
     if len(reasons) == len(shares):
         raise reasons[-1]
@@ -346,12 +347,32 @@ def _shares(clause: Clause, examples: int) -> Iterator[tuple[str, int]]:
         yield "", max(examples // 2, examples - share * len(clause.cases), 1)
 
 
+def _at_simpler_sizes(clause: Clause, search: Search, domain: Domain, settings: Settings) -> Violation | None:
+    """The same kind of violation at the simplest size where a short search finds it.
+
+    A case begins at its own sizes, and shrinking takes no step to a size where another draw is needed to fail.
+    """
+    if search.size is None or not settings.shrink:
+        return None
+    search.allow_more_calls()
+    for size in takewhile(lambda size: size != search.size, clause.domain(domain).rows):
+        if (found := _searched(clause, search, domain, "", _EXAMPLES_A_SIZE, settings, size)) is not None:
+            return found
+    return None
+
+
 def _searched(
-    clause: Clause, search: Search, domain: Domain, case: str, examples: int, settings: Settings
+    clause: Clause,
+    search: Search,
+    domain: Domain,
+    case: str,
+    examples: int,
+    settings: Settings,
+    size: Size | None = None,
 ) -> Violation | None:
-    """The smallest violation a search of one case finds."""
+    """The smallest violation a search of one case, or of one size, finds."""
     test = clause.test(
-        search.checked, domain=domain, case=case, examples=examples, search=search, shrink=settings.shrink
+        search.checked, domain=domain, case=case, size=size, examples=examples, search=search, shrink=settings.shrink
     )
     try:
         hypothesis.seed(seed_of(clause, settings.seed, case))(test)()
@@ -374,22 +395,27 @@ def _judged(clause: Clause, search: Search, violation: Violation | None, origin:
     # What was refused to be refused is told by the call that was accepted, not only by what was drawn.
     accepted = recording.calls[-1:] if violation.kind == "accepted" else []
     arguments = [dict(zip(search.checked.operator.parameters, call.arguments, strict=False)) for call in accepted]
+    code = ""
+    with contextlib.suppress(Exception):  # a failure is one, whether or not it can be written down
+        code = reproduction(recording, search.checked, origin) if origin else ""
     return replace(
         outcome_of(clause, "fails", message),
         counterexample=counterexample_of(recipes, *arguments),
         evidence=evidence_of(violation.evidence),
-        reproduction=reproduction(recording, search.checked, origin) if origin else "",
+        reproduction=code,
         **seen,
     )
 
 
 def _recorded(search: Search, recipes: Mapping[str, Any], violation: Violation, changing: bool) -> Recording:
-    """A violation again, and the calls that led to it; no calls where it does not come again."""
+    """A violation again, and the calls that led to it; it need not come again, where it depends on earlier calls."""
+    calls: list[Call] = []
     for _ in range(4):
         again, calls = search.recorded(recipes)
         if again is not None and again.kind == violation.kind:
-            return Recording(again, calls, search.earlier_calls(), changing)
-    return Recording(violation, [])
+            violation = again
+            break
+    return Recording(violation, calls, search.earlier_calls(), changing, search.clause.name == NO_MEMORY)
 
 
 def outcome_of(clause: Clause, status: Status, message: str) -> Outcome:
@@ -450,6 +476,7 @@ def _again(outcome: Outcome, subject: Implementation, settings: Settings) -> Out
                 clause.run(checked, recipes)
         except Violation as violation:
             seen = {"counterexample": stored, "evidence": evidence_of(violation.evidence)}
+            seen["reproduction"] = outcome.reproduction
             return replace(outcome_of(clause, "fails", str(violation)), **seen)
         except NotJudged as reason:
             return outcome_of(clause, "not_judged", str(reason))

@@ -45,8 +45,14 @@ def test_what_fails_exits_with_1_and_is_shown_with_its_smallest_input(spec_lm_co
     assert failure[1].strip().endswith("since the slice's maximum can be subtracted first.")
     assert failure[2] == "  x = [128.]  (1,) float32"
     assert failure[4] == "  got       [NaN]   expected finite values   worst at [0]"
-    assert failure[5:] == [
-        f"  again     spec-lm replay .spec-lm/last.jsonl {CLAUSE}",
+    again = f"  again     spec-lm replay .spec-lm/last.jsonl {CLAUSE}"
+    assert failure[failure.index(again) :] == [
+        again,
+        '  code      import sys, torch; sys.path.insert(0, ".")',
+        "            from adapters import run_softmax",
+        "            got = run_softmax(torch.tensor([128.]), dim=-1)",
+        "            expected = torch.ones(1)",
+        "            assert ((got - expected).abs() <= 7.9e-06).all(), got",
         f"  read      spec-lm explain {CLAUSE}",
     ]
     assert ran.last_line == "./adapters.py does not conform: 1 of 1 MUST clauses ran, 0 hold, 1 fails"
