@@ -112,7 +112,6 @@ class Clause:
         *,
         domain: Domain | None = None,
         case: str = "",
-        size: Size | None = None,
         examples: int = 50,
         search: "Search | None" = None,
         shrink: bool = True,
@@ -123,7 +122,6 @@ class Clause:
             implementation: the operator as a function of the plain signature, or a `Checked` one.
             domain: what may be drawn; by default everything, in float32.
             case: draw only this required partition.
-            size: draw only this one of the sizes.
             examples: how many to draw.
             search: what has been seen so far; shared by the cases of one clause.
             shrink: look for a smaller counterexample; False only tells whether there is one.
@@ -136,8 +134,6 @@ class Clause:
         """
         search = search or Search(self, as_checked(implementation, self.operator))
         narrowed = self.domain(domain, case)
-        if size is not None:
-            narrowed = replace(narrowed, case=lambda each: each == size)
 
         def attempt(_size: Size, **recipes: Any) -> None:
             search.judge(recipes, _size)

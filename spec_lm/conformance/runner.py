@@ -12,7 +12,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
+from operator import eq
 from typing import Any
 
 import hypothesis
@@ -29,7 +31,7 @@ from spec_lm.conformance.operators import OPERATORS, Call, Checked
 from spec_lm.conformance.report import Outcome, Report, ReportError, Status, UserError
 from spec_lm.conformance.reproduction import Recording, reproduction
 from spec_lm.conformance.script import Origin
-from spec_lm.conformance.strategies import Domain, NotJudged, Size, from_json, plainest
+from spec_lm.conformance.strategies import Domain, NotJudged, from_json, plainest
 from spec_lm.conformance.tolerance import Raised, Violation
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -356,23 +358,18 @@ def _at_simpler_sizes(clause: Clause, search: Search, domain: Domain, settings: 
         return None
     search.allow_more_calls()
     for size in takewhile(lambda size: size != search.size, clause.domain(domain).rows):
-        if (found := _searched(clause, search, domain, "", _EXAMPLES_A_SIZE, settings, size)) is not None:
+        there = replace(clause, cases={"there": partial(eq, size)})
+        if (found := _searched(there, search, domain, "there", _EXAMPLES_A_SIZE, settings)) is not None:
             return found
     return None
 
 
 def _searched(
-    clause: Clause,
-    search: Search,
-    domain: Domain,
-    case: str,
-    examples: int,
-    settings: Settings,
-    size: Size | None = None,
+    clause: Clause, search: Search, domain: Domain, case: str, examples: int, settings: Settings
 ) -> Violation | None:
-    """The smallest violation a search of one case, or of one size, finds."""
+    """The smallest violation a search of one case finds."""
     test = clause.test(
-        search.checked, domain=domain, case=case, size=size, examples=examples, search=search, shrink=settings.shrink
+        search.checked, domain=domain, case=case, examples=examples, search=search, shrink=settings.shrink
     )
     try:
         hypothesis.seed(seed_of(clause, settings.seed, case))(test)()
