@@ -56,7 +56,7 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
 # TF32 keeps 11 bits of each factor: two roundings of 2^-11 a product.
 TF32_PRODUCT = 2.0**-10
 # A sum of products split into parts, each rounded to the result's dtype and again whenever it is added to another: a
-# rounding errs by u times a partial sum, and so by no more than u sum|a||b|; four parts need four.
+# rounding errs by u times a partial sum, and so by no more than u sum|a||b|, or by eta; four parts need four.
 REDUCED_ROUNDINGS = 4
 
 SAMPLES = 32
@@ -92,7 +92,8 @@ def exact_value(operator: str, args: tuple[Any, ...], conventions: Mapping[str, 
 class Arithmetic:
     """The roundoffs of one dtype under the declared conventions.
 
-    `product` is what a product of two matrices may err by beyond v, relative to sum|a||b|.
+    `product` is what a product of two matrices may err by beyond v, relative to sum|a||b|, and `product_eta` beyond
+    eta.
     """
 
     u: float
@@ -100,6 +101,7 @@ class Arithmetic:
     w: float
     eta: float
     product: float
+    product_eta: float
     pairing: str
     direction: str
     all_masked: str
@@ -121,26 +123,23 @@ def _arithmetic(dtype: str, conventions: tuple[tuple[str, str], ...]) -> Arithme
         if choice not in CONVENTIONS.get(name, ()):
             raise ValueError(f"no convention {name}={choice!r}; there are {CONVENTIONS}")
         declared[name] = choice
-    precision = PRECISIONS[dtype]
+    precision, accumulation = PRECISIONS[dtype], declared["accumulation"]
+    # Only 16-bit results are shorter than the sums they come from.
+    reduced = REDUCED_ROUNDINGS if accumulation == "reduced" and precision.u > precision.v else 0
+    # Only float32 factors have bits that TF32 drops and that their own dtype keeps.
+    rounded_factors = TF32_PRODUCT if accumulation == "tf32" and dtype == "float32" else 0.0
     follows_float64 = dtype == "float64" and declared["norm_and_rope_tables"] == "float64"
     return Arithmetic(
         u=precision.u,
         v=precision.v,
         w=PRECISIONS["float64" if follows_float64 else "float32"].u,
         eta=precision.eta,
-        product=_product_roundoff(dtype, declared["accumulation"]),
+        product=rounded_factors + reduced * precision.u,
+        product_eta=reduced * precision.eta,
         pairing=declared["rope_pairing"],
         direction=declared["rope_direction"],
         all_masked=declared["all_masked"],
     )
-
-
-def _product_roundoff(dtype: str, accumulation: str) -> float:
-    """Only float32 factors have bits that TF32 drops; only 16-bit results are shorter than the sums they come from."""
-    if accumulation == "tf32" and dtype == "float32":
-        return TF32_PRODUCT
-    precision = PRECISIONS[dtype]
-    return REDUCED_ROUNDINGS * precision.u if accumulation == "reduced" and precision.u > precision.v else 0.0
 
 
 _ROTATION = {"rope_pairing": "pairing", "rope_direction": "direction"}
@@ -173,8 +172,8 @@ def _linear(a: Arithmetic, x: np.ndarray, weight: np.ndarray, x_error: np.ndarra
     inexact = ((weight.shape[-1] + 1) * a.v + a.product) * np.abs(x)
     y = times(x, weight.T)
     if x_error is None:
-        return _Near(y, times(inexact, size) + a.u * np.abs(y) + a.eta)
-    error = times(inexact + x_error, size)
+        return _Near(y, times(inexact, size) + a.u * np.abs(y) + a.eta + a.product_eta)
+    error = times(inexact + x_error, size) + a.product_eta
     return _Near(y, error + a.u * (np.abs(y) + error) + a.eta)
 
 
@@ -258,7 +257,7 @@ def _attention(
     else:
         q_error, k_error = errors[0], errors[1].swapaxes(-1, -2)
         s_error = (inexact + q_error) @ np.abs(transposed) + (np.abs(query) + q_error) @ k_error
-    s_error = s_error / sqrt(d_k) + 3 * a.u * np.abs(scores)
+    s_error = (s_error + a.product_eta) / sqrt(d_k) + 3 * a.u * np.abs(scores)
     if mask is not None:
         scores, s_error = _masked(a, scores, s_error, mask)
     p, p_error = _softmax(a, scores, s_error)
@@ -266,7 +265,7 @@ def _attention(
         p = np.where(mask.any(-1, keepdims=True), p, 0)
     output = p @ value
     p_error = p_error + ((keys + 1) * a.v + a.product) * p
-    error = p_error @ np.abs(value)
+    error = p_error @ np.abs(value) + a.product_eta
     if errors is not None:
         error += (p + p_error) @ errors[2]
     return _Near(output, error + a.u * (np.abs(output) + error) + a.eta)
@@ -435,7 +434,7 @@ class Noise:
 
         The root, because errors of single steps do not all go one way; the worst case is 8 deviations off anyway.
         """
-        return self.spread(self.rounded(y), (self.a.v * sqrt(terms) + self.a.product) * size)
+        return self.spread(self.rounded(y), (self.a.v * sqrt(terms) + self.a.product) * size + self.a.product_eta)
 
     def _next(self, pool: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """The next numbers of the pool, anew for each sample, from its beginning again when it is used up."""

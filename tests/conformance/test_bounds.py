@@ -574,24 +574,54 @@ def test_halves_are_bounded_as_neighbors_in_another_order() -> None:
         np.testing.assert_allclose(ours, theirs[:, order], rtol=1e-12)
 
 
+@pytest.mark.parametrize("pairing", ["neighbors", "halves"])
+def test_a_clockwise_rotation_is_bounded_as_that_of_the_mirrored_pair(pairing: str) -> None:
+    x, positions = np.random.default_rng(0).normal(size=(3, 6)), np.array([0, 7, 1000])
+    mirror = np.array([1, -1, 1, -1, 1, -1] if pairing == "neighbors" else [1, 1, 1, -1, -1, -1])
+    back = {"rope_pairing": pairing, "rope_direction": "clockwise"}
+    exact, error = bounded("rope", (x, positions, 1e4, 2000), "float32", back)
+    forth, its_error = bounded("rope", (x * mirror, positions, 1e4, 2000), "float32", {"rope_pairing": pairing})
+    np.testing.assert_allclose(exact, forth * mirror, rtol=1e-12)
+    np.testing.assert_allclose(error, its_error, rtol=1e-12)
+
+
+class Halves(Plain):
+    def rope(self, x, positions, theta, max_seq_len):
+        half = x.shape[-1] // 2
+        order = torch.arange(2 * half).reshape(2, half).T.flatten()
+        turned = super().rope(x[..., order], positions, theta, max_seq_len)
+        return turned[..., torch.argsort(order)]
+
+
+class Clockwise(Plain):
+    def angles(self, positions, theta, d):
+        return -super().angles(positions, theta, d)
+
+
+class ClockwiseHalves(Clockwise, Halves):
+    pass
+
+
+ROTATIONS = [
+    (Halves(), {"rope_pairing": "halves"}),
+    (Clockwise(), {"rope_direction": "clockwise"}),
+    (ClockwiseHalves(), {"rope_pairing": "halves", "rope_direction": "clockwise"}),
+]
+
+
 @pytest.mark.parametrize("operator", ["multihead_self_attention_with_rope", "transformer_block", "transformer_lm"])
-def test_the_pairing_reaches_whatever_contains_rope(operator: str) -> None:
+@pytest.mark.parametrize(("implementation", "declared"), ROTATIONS, ids=["halves", "clockwise", "both"])
+def test_conventions_of_the_rotation_reach_whatever_contains_rope(
+    operator: str, implementation: Plain, declared: dict[str, str]
+) -> None:
     """The values differ by much more than either bound, so the bound must be of the value it comes with."""
-
-    class Halves(Plain):
-        def rope(self, x, positions, theta, max_seq_len):
-            half = x.shape[-1] // 2
-            order = torch.arange(2 * half).reshape(2, half).T.flatten()
-            turned = super().rope(x[..., order], positions, theta, max_seq_len)
-            return turned[..., torch.argsort(order)]
-
-    halves = {"rope_pairing": "halves"}
-    function = getattr(Halves(), operator)
+    function = getattr(implementation, operator)
     for args in draws(operator, "float32", 1):
         given = tuple(map(as_arrays, args))
-        exact = getattr(oracle, operator)(*given, pairing="halves")
-        np.testing.assert_array_equal(bounded(operator, given, "float32", halves)[0], exact)
-    assert max(worst(operator, args, "float32", [function], halves) for args in draws(operator, "float32", 1)) <= 0.6
+        convention = {name.removeprefix("rope_"): choice for name, choice in declared.items()}
+        exact = getattr(oracle, operator)(*given, **convention)
+        np.testing.assert_array_equal(bounded(operator, given, "float32", declared)[0], exact)
+    assert max(worst(operator, args, "float32", [function], declared) for args in draws(operator, "float32", 1)) <= 0.6
     assert max(worst(operator, args, "float32", [function]) for args in draws(operator, "float32", 1)) > 100
 
 
@@ -640,6 +670,42 @@ def test_tf32_stays_inside_where_it_is_declared_and_nowhere_else(operator: str) 
     cases = list(draws(operator, "float32", 1))
     assert max(worst(operator, args, "float32", [function], declared) for args in cases) <= 1
     assert max(worst(operator, args, "float32", [function]) for args in cases) > 10
+
+
+class Reduced(Plain):
+    """Sums in four parts, each rounded to 16 bits, and added in 16 bits."""
+
+    def product(self, a, b):
+        part = -(-a.shape[-1] // 4)
+        starts = range(0, a.shape[-1], part)
+        parts = [a[..., start : start + part] @ b[..., start : start + part, :] for start in starts]
+        return sum(parts[1:], start=parts[0])
+
+    def linear(self, x, weight):
+        return self.product(x, weight.T)
+
+    def scaled_dot_product_attention(self, query, key, value, mask=None):
+        scores = self.product(query, key.transpose(-1, -2)) / math.sqrt(query.shape[-1])
+        p = self.softmax(scores if mask is None else scores.masked_fill(~mask, HIDDEN), -1)
+        return self.product(p, value)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("operator", ["linear", "swiglu", "scaled_dot_product_attention", "transformer_block"])
+def test_reduced_sums_stay_inside_where_they_are_declared_and_nowhere_else(operator: str, dtype: str) -> None:
+    function, declared = getattr(Reduced(), operator), {"accumulation": "reduced"}
+    cases = list(draws(operator, dtype, 2))
+    assert max(worst(operator, args, dtype, [function], declared) for args in cases) <= 1
+    if operator == "linear":  # further up, more roundings of as many bits hide these
+        assert max(worst(operator, args, dtype, [function]) for args in cases) > 1.5
+
+
+def test_a_declaration_about_products_changes_no_bound_where_it_says_nothing() -> None:
+    for accumulation, dtypes in {"tf32": ("float64", "bfloat16"), "reduced": ("float64", "float32")}.items():
+        for dtype in dtypes:
+            args = tuple(map(as_arrays, next(draws("linear", dtype))))
+            plain, declared = (bounded("linear", args, dtype, c)[1] for c in ({}, {"accumulation": accumulation}))
+            np.testing.assert_array_equal(plain, declared)
 
 
 def test_norms_and_tables_in_float64_are_held_to_it_where_declared() -> None:

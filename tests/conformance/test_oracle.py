@@ -3,6 +3,7 @@
 import ast
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,6 +151,15 @@ def test_rope_rotates_halves_where_that_is_the_convention() -> None:
     np.testing.assert_allclose(got, [[math.cos(3), -math.sin(0.3), math.sin(3), math.cos(0.3)]], rtol=1e-15)
 
 
+@pytest.mark.parametrize("pairing", ["neighbors", "halves"])
+def test_rope_rotates_back_where_that_is_the_convention(pairing: str) -> None:
+    x, positions = normal(2, 3, 6), np.array([0, 3, 29])
+    turned = oracle.rope(x, positions, 1e4, 30, pairing=pairing, direction="clockwise")
+    np.testing.assert_allclose(oracle.rope(turned, positions, 1e4, 30, pairing=pairing), x, rtol=1e-13)
+    got = oracle.rope(np.array([[1.0, 0.0]]), np.array([3]), 1e4, 30, pairing=pairing, direction="clockwise")
+    np.testing.assert_allclose(got, [[math.cos(3), -math.sin(3)]], rtol=1e-15)
+
+
 def test_rope_is_a_complex_product_at_far_unsorted_positions() -> None:
     x, positions = normal(2, 3, 4, 6), np.array([29999, 0, 5, 5])
     expected = torch_rope(torch.tensor(x), torch.tensor(positions), 1e4).numpy()
@@ -163,11 +173,19 @@ def test_rope_takes_positions_of_each_example() -> None:
 
 
 @pytest.mark.parametrize(
-    ("d", "position", "pairing"), [(3, 0, "neighbors"), (4, 8, "neighbors"), (4, 0, "no such pairing")]
+    ("d", "position", "convention", "says"),
+    [
+        (3, 0, {}, "even"),
+        (4, 8, {}, "outside"),
+        (4, 0, {"pairing": "no such pairing"}, "pairing"),
+        (4, 0, {"direction": "no such direction"}, "direction"),
+    ],
 )
-def test_rope_refuses_odd_axes_positions_outside_and_unknown_pairings(d: int, position: int, pairing: str) -> None:
-    with pytest.raises(ValueError, match=r"even|outside|pairing"):
-        oracle.rope(normal(1, d), np.array([position]), 1e4, 8, pairing=pairing)
+def test_rope_refuses_odd_axes_positions_outside_and_unknown_conventions(
+    d: int, position: int, convention: dict[str, str], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        oracle.rope(normal(1, d), np.array([position]), 1e4, 8, **convention)
 
 
 # ---- attention ----
@@ -263,21 +281,22 @@ def test_rope_turns_queries_and_keys_of_every_head_by_the_positions_of_their_exa
     close(got, expected)
 
 
-def test_the_pairing_convention_reaches_attention_block_and_language_model() -> None:
+@pytest.mark.parametrize("convention", [{"pairing": "halves"}, {"direction": "clockwise"}], ids=str)
+def test_conventions_of_the_rotation_reach_attention_block_and_language_model(convention: dict[str, str]) -> None:
     x, w, ids = normal(2, 5, 8), block_weights(8, 5, 20), np.array([[0, 2, 1]])
     w_q, w_k, w_v, w_o = attention_weights(8)
     lm = {f"layers.0.{key}": weight for key, weight in w.items()}
     lm |= {"token_embeddings.weight": normal(3, 8), "ln_final.weight": normal(8), "lm_head.weight": normal(3, 8)}
 
-    def outputs(pairing: str) -> list[np.ndarray]:
+    def outputs(**convention: Any) -> list[np.ndarray]:
         return [
-            oracle.multihead_self_attention_with_rope(x, w_q, w_k, w_v, w_o, 2, 1e4, 5, pairing=pairing),
-            oracle.transformer_block(x, w, 2, 1e4, 5, pairing=pairing),
-            oracle.transformer_lm(ids, lm, 2, 1e4, 5, pairing=pairing),
+            oracle.multihead_self_attention_with_rope(x, w_q, w_k, w_v, w_o, 2, 1e4, 5, **convention),
+            oracle.transformer_block(x, w, 2, 1e4, 5, **convention),
+            oracle.transformer_lm(ids, lm, 2, 1e4, 5, **convention),
         ]
 
-    for neighbors, halves in zip(outputs("neighbors"), outputs("halves"), strict=True):
-        assert np.abs(neighbors - halves).max() > 1e-4
+    for usual, other in zip(outputs(), outputs(**convention), strict=True):
+        assert np.abs(usual - other).max() > 1e-4
 
 
 def test_heads_that_do_not_divide_the_model_are_refused() -> None:
