@@ -19,7 +19,7 @@ from spec_lm.conformance.strategies import (
     size,
     takes_the_dtype,
 )
-from spec_lm.conformance.surroundings import GENERATORS, SETTINGS, seeded, undisturbed
+from spec_lm.conformance.surroundings import GENERATORS, SETTINGS, drawn_from, seeded, undisturbed
 from spec_lm.conformance.tolerance import Raised, bit_equal, close
 
 SOURCE = "adapter interface"
@@ -310,7 +310,7 @@ def the_global_random_state_decides_nothing(operator, arguments):
 )
 def leaves_the_global_random_state_alone(operator, arguments):
     """A call leaves the global random generators of torch, NumPy and Python where they were."""
-    with undisturbed(GENERATORS):
+    with drawn_from(), undisturbed(GENERATORS):
         operator(*arguments)
 
 

@@ -32,6 +32,7 @@ from spec_lm.conformance.report import Outcome, Report, ReportError, Status, Use
 from spec_lm.conformance.reproduction import Recording, reproduction
 from spec_lm.conformance.script import Origin
 from spec_lm.conformance.strategies import Domain, NotJudged, from_json, plainest
+from spec_lm.conformance.surroundings import SETTINGS, restored
 from spec_lm.conformance.tolerance import Raised, Violation
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -275,7 +276,7 @@ def why_absent(domain: Domain, checked: Checked) -> str:
     """The reason why an operator is not there yet, by one call on the plainest input; empty where it is."""
     name = getattr(checked.function, "__name__", domain.operator)
     try:
-        with quiet():
+        with quiet(), restored(SETTINGS):
             checked(*plainest(domain).build())
     except NotJudged:
         return ""
@@ -298,7 +299,8 @@ def run_clause(
     torch.manual_seed(settings.seed)
     violations: dict[str, Violation] = {}
     try:
-        with quiet():
+        # A setting that calls change for good would hide from the next clause that they do.
+        with quiet(), restored(SETTINGS):
             violations = _violations(clause, search, domain, settings)
             outcome = _judged(clause, search, next(iter(violations.values()), None), origin)
     except NotJudged as reason:

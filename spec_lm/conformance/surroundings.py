@@ -69,19 +69,27 @@ def _environment_to(variables: dict[str, str]) -> None:
 
 
 @contextmanager
+def restored(parts: dict[str, _Part]) -> Iterator[list[str]]:
+    """Afterwards these parts of the process are as they were before; the list names those that had changed."""
+    before = {name: read() for name, (read, _) in parts.items()}
+    changed: list[str] = []
+    try:
+        yield changed
+    finally:
+        changed += [name for name, (read, _) in parts.items() if read() != before[name]]
+        for name in changed:
+            parts[name][1](before[name])
+
+
+@contextmanager
 def undisturbed(parts: dict[str, _Part]) -> Iterator[None]:
     """What happens inside leaves these parts of the process as they were; afterwards they are put back at any rate.
 
     Raises:
         Violation: names the first part that changed.
     """
-    before = {name: read() for name, (read, _) in parts.items()}
-    try:
+    with restored(parts) as changed:
         yield
-    finally:
-        changed = [name for name, (read, _) in parts.items() if read() != before[name]]
-        for name in changed:
-            parts[name][1](before[name])
     if changed:
         raise Violation(f"it changed {changed[0]}", kind=f"changed {changed[0]}")
 
@@ -98,3 +106,13 @@ def seeded(seed: int) -> Iterator[None]:
     finally:
         for name, (_, put_back) in GENERATORS.items():
             put_back(before[name])
+
+
+@contextmanager
+def drawn_from() -> Iterator[None]:
+    """Inside, the global random generators are in a state that no seed gives; afterwards they are where they were."""
+    with seeded(0):
+        torch.rand(1)
+        np.random.random()
+        random.random()
+        yield

@@ -192,6 +192,17 @@ def test_mutation_is_detected_by_its_own_clause_alone():
     assert report.of("fails")[0].message == "it changed its argument x"
 
 
+def test_what_one_clause_saw_changed_for_good_is_seen_by_the_clause_about_it_too():
+    def widens(x, dim):
+        torch.set_default_dtype(torch.float64)
+        torch.manual_seed(0)
+        return torch.softmax(x, dim)
+
+    names = ("agrees_with_the_oracle", "leaves_the_global_random_state_alone", "leaves_global_settings_alone")
+    report = spec_lm.check({"softmax": widens}, clauses=[f"softmax.{name}" for name in names], seed=0)
+    assert [outcome.outcome for outcome in report.outcomes] == ["holds", "fails", "fails"]
+
+
 def test_a_wrong_signature_is_judged_once_and_the_rest_is_not_judged():
     report = spec_lm.check({"softmax": lambda x, dim: x[None]}, operators=["softmax"], examples=5)
     first, *rest = report

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import spec_lm
-from spec_lm.conformance.surroundings import GENERATORS, SETTINGS, seeded, undisturbed
+from spec_lm.conformance.surroundings import GENERATORS, SETTINGS, drawn_from, seeded, undisturbed
 from spec_lm.conformance.tolerance import Violation
 
 DISTURBANCES = {
@@ -71,6 +71,20 @@ def test_generators_are_seeded_inside_and_as_before_afterwards():
         with seeded(5):
             drawn.append((torch.rand(1).item(), np.random.rand(), random.random()))
     assert drawn[0] == drawn[1]
+    assert read(GENERATORS) == before
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_seed_changes_generators_that_were_drawn_from(name):
+    """Where a call sets a seed, its generator must not happen to be at that seed already."""
+    before = read(GENERATORS)
+    seeds = {
+        "torch's global random generator": torch.manual_seed,
+        "NumPy's global random generator": np.random.seed,
+        "Python's global random generator": random.seed,
+    }
+    with pytest.raises(Violation, match=f"^it changed {name}$"), drawn_from(), undisturbed(GENERATORS):
+        seeds[name](0)
     assert read(GENERATORS) == before
 
 
