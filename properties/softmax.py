@@ -177,7 +177,7 @@ def sums_to_one_at_any_length(softmax, x):
     catches="the denominator is summed in bfloat16: from 256 on, adding 1 changes nothing",
     source="practice: rows of thousands of entries are summed in every layer",
 )
-def long_rows_sum_to_one_in_bfloat16(softmax, x):
+def thousands_of_entries_sum_to_one_in_bfloat16(softmax, x):
     """In bfloat16 too, thousands of entries sum to 1."""
     takes_the_dtype(softmax, (x, -1))
     close(softmax(x, -1).sum(-1), 1.0)

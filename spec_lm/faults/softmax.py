@@ -1,6 +1,7 @@
 """Faults of softmax: the maximum, the axis, the denominator, and what a call leaves behind."""
 
 import torch
+import torch.nn.functional as F
 
 from spec_lm.faults import fault
 from spec_lm.reference import functional
@@ -10,6 +11,12 @@ SOFTMAX = "softmax"
 
 def _normalized(exponentials, dim):
     return exponentials / exponentials.sum(dim, keepdim=True)
+
+
+def _exponentials(x, dim):
+    """Relative to the largest of the slice, in float32 at least."""
+    wide = functional.upcast(x)
+    return (wide - wide.amax(dim, keepdim=True)).exp()
 
 
 # --------------------------------------------------------------------------------------------------------- the maximum
@@ -67,6 +74,63 @@ def running_sum_not_rescaled(x, dim):
     return (x - x.amax(dim, keepdim=True)).exp() / total
 
 
+@fault(
+    SOFTMAX,
+    family="overflow",
+    does="the maximum is subtracted only where an entry exceeds 100",
+    detected_by=("shifts_to_the_edges_of_exp",),
+    mistake="The threshold of a fast path is set by feel: float32's exp overflows from 88.8 on.",
+)
+def maximum_subtracted_beyond_100(x, dim):
+    return functional.softmax(x, dim) if (x.abs() > 100).any() else _normalized(x.exp(), dim)
+
+
+@fault(
+    SOFTMAX,
+    family="overflow",
+    does="the largest magnitude is subtracted instead of the maximum",
+    detected_by=("shift_invariance", "shifts_to_the_edges_of_exp", "large_inputs_stay_finite"),
+    mistake="It is large enough, and so much too large where all entries are negative that every exponential is 0.",
+)
+def largest_magnitude_subtracted(x, dim):
+    return _normalized((x - x.abs().amax(dim, keepdim=True)).exp(), dim)
+
+
+_LARGEST = {"so far": -torch.inf}
+
+
+@fault(
+    SOFTMAX,
+    family="memory",
+    does="the running maximum is not reset between calls",
+    detected_by=("has_no_memory", "shift_invariance"),
+    mistake="The state of the online form lives in the module.",
+)
+def maximum_kept_between_calls(x, dim):
+    _LARGEST["so far"] = max(_LARGEST["so far"], x.amax().item())
+    return _normalized((x - _LARGEST["so far"]).exp(), dim)
+
+
+@fault(
+    SOFTMAX,
+    family="boundary",
+    does="the online form over blocks of 64 gives NaN where the first block is all -inf",
+    detected_by=("whole_blocks_of_minus_infinity_get_zero",),
+    mistake="The running maximum is still -inf then, and -inf - -inf is NaN.",
+    report="pytorch/pytorch#127055",
+)
+def first_block_of_minus_infinity(x, dim):
+    wide = functional.upcast(x)
+    blocks = wide.split(64, dim)
+    largest = torch.full_like(wide.narrow(dim, 0, 1), -torch.inf)
+    total = torch.zeros_like(largest)
+    for block in blocks:
+        larger = largest.maximum(block.amax(dim, keepdim=True))
+        total = total * (largest - larger).exp() + (block - larger).exp().sum(dim, keepdim=True)
+        largest = larger
+    return ((wide - largest).exp() / total).to(x.dtype)
+
+
 # ------------------------------------------------------------------------------------------------------------ the axis
 
 
@@ -114,6 +178,41 @@ def over_the_axis_before(x, dim):
 def one_sum_for_all(x, dim):
     exponentials = (x - x.amax(dim, keepdim=True)).exp()
     return exponentials / exponentials.sum()
+
+
+@fault(
+    SOFTMAX,
+    family="axis",
+    does="the sum's axis is dropped, so that sums line up with the wrong axis",
+    detected_by=("takes_any_number_of_leading_axes", "one_element_axis_gives_one"),
+    mistake="keepdim was forgotten; a vector needs none, and a square matrix broadcasts without complaint.",
+)
+def keepdim_forgotten(x, dim):
+    exponentials = _exponentials(x, dim)
+    return (exponentials / exponentials.sum(dim)).to(x.dtype)
+
+
+@fault(
+    SOFTMAX,
+    family="axis",
+    does="a square matrix is normalized over its first axis",
+    detected_by=("any_dim", "ratios_are_exponentials_of_differences"),
+    mistake="Where sizes coincide no shape tells that the matrix was transposed for a kernel, and never back.",
+)
+def first_axis_of_a_square_matrix(x, dim):
+    square = x.ndim == 2 and x.shape[0] == x.shape[1]
+    return functional.softmax(x, 0 if square else dim)
+
+
+@fault(
+    SOFTMAX,
+    family="axis",
+    does="probabilities come back sorted",
+    detected_by=("permuting_entries_permutes_probabilities", "order_is_kept", "agrees_with_the_oracle"),
+    mistake="Sorted for a cut of small ones, and never scattered back.",
+)
+def probabilities_sorted(x, dim):
+    return functional.softmax(x, dim).sort(dim, descending=True).values
 
 
 # ----------------------------------------------------------------------------------------------------- the denominator
@@ -183,6 +282,49 @@ def padded_with_zeros(x, dim):
     missing = -x.shape[dim] % 4
     padding = x.new_zeros([missing if axis == dim % x.ndim else n for axis, n in enumerate(x.shape)])
     return functional.softmax(torch.cat([x, padding], dim), dim).narrow(dim, 0, x.shape[dim])
+
+
+@fault(
+    SOFTMAX,
+    family="boundary",
+    kind="tail_counted_twice",
+    does="the last block of 32 is moved back to be a whole one, and counts again what it overlaps",
+    detected_by=("sums_to_one_at_any_length", "any_length"),
+    mistake="Right for a maximum, and for writing results; a sum must not see an entry twice.",
+)
+def last_block_overlaps(x, dim):
+    exponentials, n = _exponentials(x, dim), x.shape[dim]
+    total = exponentials.sum(dim, keepdim=True)
+    if n > 32 and n % 32:
+        total = total + exponentials.narrow(dim, n - 32, 32 - n % 32).sum(dim, keepdim=True)
+    return (exponentials / total).to(x.dtype)
+
+
+@fault(
+    SOFTMAX,
+    family="boundary",
+    kind="padding_takes_part",
+    does="an axis of whole blocks of 64 gets one block of zeros more",
+    detected_by=("sums_to_one_at_any_length",),
+    mistake="n // 64 + 1 blocks are right but for multiples of 64.",
+)
+def one_block_too_many(x, dim):
+    missing = 64 if x.shape[dim] % 64 == 0 else 0
+    padding = x.new_zeros([missing if axis == dim % x.ndim else n for axis, n in enumerate(x.shape)])
+    return functional.softmax(torch.cat([x, padding], dim), dim).narrow(dim, 0, x.shape[dim])
+
+
+@fault(
+    SOFTMAX,
+    family="boundary",
+    does="the sum sees no more than 512 entries",
+    detected_by=("sums_to_one_at_any_length", "long_rows"),
+    mistake="One block of threads is launched for each slice, and no loop follows.",
+)
+def sum_of_512_entries(x, dim):
+    exponentials = _exponentials(x, dim)
+    seen = exponentials.narrow(dim, 0, min(512, x.shape[dim]))
+    return (exponentials / seen.sum(dim, keepdim=True)).to(x.dtype)
 
 
 # -------------------------------------------------------------------------------------------------- another function
@@ -262,6 +404,43 @@ def temperature(x, dim):
 
 @fault(
     SOFTMAX,
+    family="scale",
+    kind="temperature",
+    does="log2(e) is rounded to 1.4427",
+    detected_by=("ratios_are_exponentials_of_differences", "agrees_with_the_oracle"),
+    mistake="Five digits look like enough; the error grows with the distance from the maximum.",
+)
+def rounded_log2_of_e(x, dim):
+    wide = functional.upcast(x)
+    return _normalized(((wide - wide.amax(dim, keepdim=True)) * 1.4427).exp2(), dim).to(x.dtype)
+
+
+@fault(
+    SOFTMAX,
+    family="mask",
+    does="a slice of nothing but -inf and NaN becomes zeros",
+    detected_by=("nan_is_not_hidden",),
+    mistake="A slice that is hidden throughout is told by its maximum, and that drops NaN.",
+    report="intel/torch-xpu-ops#5022",
+)
+def nan_taken_for_hidden(x, dim):
+    visible = (x > -torch.inf).any(dim, keepdim=True)
+    return torch.where(visible, functional.softmax(x, dim), 0.0)
+
+
+@fault(
+    SOFTMAX,
+    family="mask",
+    does="NaN is read as 0",
+    detected_by=("nan_is_not_hidden",),
+    mistake="nan_to_num makes the loss finite, and its cause invisible.",
+)
+def nan_read_as_zero(x, dim):
+    return functional.softmax(x.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf), dim)
+
+
+@fault(
+    SOFTMAX,
     family="mask",
     does="-inf is taken for a missing value and read as 0",
     detected_by=("minus_infinity_gets_zero",),
@@ -310,6 +489,76 @@ def float16_inside(x, dim):
 
 @fault(
     SOFTMAX,
+    family="precision",
+    kind="sum_in_a_short_dtype",
+    does="the denominator is summed one by one in the input's dtype",
+    detected_by=("thousands_of_entries_sum_to_one_in_bfloat16", "long_rows_in_bfloat16"),
+    mistake="In bfloat16, 256 + 1 is 256: rows sum to far more than 1.",
+    report="huggingface/candle#3727",
+)
+def sum_in_the_dtype_of_the_input(x, dim):
+    exponentials = _exponentials(x, dim)
+    total = torch.zeros_like(x.narrow(dim, 0, 1))
+    for term in exponentials.to(x.dtype).split(1, dim):
+        total = total + term
+    return (exponentials / total).to(x.dtype)
+
+
+@fault(
+    SOFTMAX,
+    family="precision",
+    kind="sum_in_a_short_dtype",
+    does="the sum is returned by way of bfloat16",
+    detected_by=("sums_to_one", "agrees_with_the_oracle"),
+    mistake="A reduction under autocast.",
+)
+def sum_in_bfloat16(x, dim):
+    exponentials = _exponentials(x, dim)
+    return (exponentials / exponentials.sum(dim, keepdim=True).bfloat16()).to(x.dtype)
+
+
+@fault(
+    SOFTMAX,
+    family="precision",
+    does="exponentials are read from a table with steps of 1/4096",
+    detected_by=("ratios_are_exponentials_of_differences", "agrees_with_the_oracle"),
+    mistake="Good to four digits, as an approximate instruction is.",
+)
+def exponentials_from_a_table(x, dim):
+    wide = functional.upcast(x)
+    steps = (wide - wide.amax(dim, keepdim=True)) * 4096
+    return _normalized((steps.round() / 4096).exp(), dim).to(x.dtype)
+
+
+@fault(
+    SOFTMAX,
+    family="precision",
+    does="float64 is computed in float32",
+    detected_by=("agrees_with_the_oracle_in_float64",),
+    mistake="float32 is written where float32 at least was meant.",
+    no_invariant="float32's accuracy is all that any other clause asks for",
+)
+def float32_inside(x, dim):
+    return functional.softmax(x.float(), dim).to(x.dtype)
+
+
+@fault(
+    SOFTMAX,
+    family="signature",
+    does="half precision comes back as float32",
+    detected_by=(
+        "agrees_with_the_oracle_in_bfloat16",
+        "agrees_with_the_oracle_in_float16",
+        "thousands_of_entries_sum_to_one_in_bfloat16",
+    ),
+    mistake="Widened for accuracy, never narrowed again.",
+)
+def float32_returned_for_half(x, dim):
+    return functional.softmax(functional.upcast(x), dim)
+
+
+@fault(
+    SOFTMAX,
     family="signature",
     does="the result stays in float64",
     detected_by=("keeps_its_signature",),
@@ -343,6 +592,106 @@ def axes_squeezed(x, dim):
 )
 def strides_ignored(x, dim):
     return functional.softmax(x.as_strided(x.shape, x.new_empty(x.shape).stride()), dim)
+
+
+@fault(
+    SOFTMAX,
+    family="layout",
+    does="the offset into memory is left out",
+    detected_by=("any_memory_layout",),
+    mistake="The address of the storage is taken for that of the tensor.",
+)
+def offset_ignored(x, dim):
+    return functional.softmax(x.as_strided(x.shape, x.stride(), 0), dim)
+
+
+@fault(
+    SOFTMAX,
+    family="signature",
+    kind="empty_batch_refused",
+    does="rows are computed one by one and stacked, which fails where there are none",
+    detected_by=("empty_batch_gives_an_empty_result",),
+    mistake="There is nothing to take the shape from.",
+)
+def rows_stacked(x, dim):
+    moved = x.movedim(dim, -1)
+    rows = [functional.softmax(row, 0) for row in moved.reshape(-1, moved.shape[-1])]
+    return torch.stack(rows).reshape(moved.shape).movedim(-1, dim)
+
+
+@fault(
+    SOFTMAX,
+    family="memory",
+    kind="another_path_without_gradients",
+    does="under no_grad it is computed in bfloat16",
+    detected_by=("grad_mode_changes_nothing",),
+    mistake="A faster path for inference, compared with nothing.",
+)
+def bfloat16_under_no_grad(x, dim):
+    return functional.softmax(x, dim) if torch.is_grad_enabled() else bfloat16_inside(x, dim)
+
+
+@fault(
+    SOFTMAX,
+    family="memory",
+    kind="another_path_with_gradients",
+    does="a tenth is shared out evenly where gradients are tracked",
+    detected_by=("grad_mode_changes_nothing",),
+    mistake="A smoothing for training, put into the operator.",
+)
+def smoothed_where_gradients_are_tracked(x, dim):
+    probabilities = functional.softmax(x, dim)
+    return 0.9 * probabilities + 0.1 / x.shape[dim] if x.requires_grad else probabilities
+
+
+_RESULTS: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+
+
+@fault(
+    SOFTMAX,
+    family="memory",
+    does="all results of a shape are written to one buffer",
+    detected_by=("has_no_memory",),
+    mistake="An allocation is saved, and an earlier result overwritten.",
+)
+def results_share_a_buffer(x, dim):
+    buffer = _RESULTS.setdefault((x.shape, x.dtype), torch.empty_like(x))
+    return buffer.copy_(functional.softmax(x, dim).detach())
+
+
+@fault(
+    SOFTMAX,
+    family="global_state",
+    does="a tenth of the probabilities is dropped",
+    detected_by=("the_global_random_state_decides_nothing", "sums_to_one"),
+    mistake="dropout() drops unless it is told not to: there is no model.eval() for a function.",
+)
+def dropout_left_on(x, dim):
+    return F.dropout(functional.softmax(x, dim), 0.1)
+
+
+@fault(
+    SOFTMAX,
+    family="global_state",
+    does="gradients are switched off for good",
+    detected_by=("leaves_global_settings_alone",),
+    mistake="set_grad_enabled(False) is no context manager here.",
+)
+def gradients_switched_off(x, dim):
+    torch.set_grad_enabled(False)
+    return functional.softmax(x, dim)
+
+
+@fault(
+    SOFTMAX,
+    family="global_state",
+    does="a seed is set in every call",
+    detected_by=("leaves_the_global_random_state_alone",),
+    mistake="For repeatable results; everything else that draws repeats itself too.",
+)
+def seed_set(x, dim):
+    torch.manual_seed(0)
+    return functional.softmax(x, dim)
 
 
 @fault(
