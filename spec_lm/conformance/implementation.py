@@ -264,6 +264,7 @@ def _imported_anew(folders: tuple[Path, ...]) -> Iterator[None]:
     path_before, modules_before = list(sys.path), dict(sys.modules)
     for name in [name for name, module in modules_before.items() if _lies_in(module, inside)]:
         del sys.modules[name]
+    importlib.invalidate_caches()
     try:
         yield
     finally:

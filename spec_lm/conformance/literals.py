@@ -29,7 +29,7 @@ def literal(tensor: Tensor, drawn: "Drawn | None" = None) -> str:
         TooLong: it takes more than `MOST_NUMBERS`.
     """
     texts = list(_compact(tensor, drawn))
-    if tensor.numel() <= MOST_NUMBERS:
+    if 0 < tensor.numel() <= MOST_NUMBERS:
         texts.append(f"torch.tensor({_numbers(tensor)}{_dtype(tensor)})")
     if not texts:
         raise TooLong
@@ -55,27 +55,35 @@ def number(value: float, dtype: str = "float64") -> str:
 
 def _compact(tensor: Tensor, drawn: "Drawn | None") -> Iterator[str]:
     shape, flat = ", ".join(map(str, tensor.shape)), tensor.flatten()
-    if tensor.numel() and bool((flat == flat[0]).all()):
+    if not tensor.numel():
+        yield f"torch.zeros({shape}{_dtype(tensor, torch.float32)})"
+    elif _same(flat, flat[:1].expand_as(flat)):
         yield from _constant(flat[0], shape, tensor)
     if tensor.dtype == torch.int64 and tensor.ndim and torch.equal(flat - flat[:1], torch.arange(len(flat))):
         yield _rising(tensor, flat)
-    if (
-        tensor.ndim == 2
-        and 1 < len(tensor) == tensor.shape[1]
-        and torch.equal(tensor, torch.eye(len(tensor)).to(tensor))
-    ):
+    if tensor.ndim == 2 and 1 < len(tensor) == tensor.shape[1] and _same(tensor, torch.eye(len(tensor)).to(tensor)):
         yield f"torch.eye({len(tensor)}{_dtype(tensor, torch.float32)})"
-    if tensor.ndim == 2 and tensor.dtype == torch.bool and torch.equal(tensor, torch.ones_like(tensor).tril()):
+    if tensor.ndim == 2 and tensor.dtype == torch.bool and _same(tensor, torch.ones_like(tensor).tril()):
         yield f"torch.ones({shape}, dtype=torch.bool).tril()"
-    if tensor.ndim > 1 and len(tensor) > 1 and torch.equal(tensor, tensor[:1].expand_as(tensor)):
+    if tensor.ndim > 1 and len(tensor) > 1 and _same(tensor, tensor[:1].expand_as(tensor)):
         yield f"{literal(tensor[0])}.repeat({', '.join(map(str, [len(tensor), *[1] * (tensor.ndim - 1)]))})"
     if drawn is not None and tensor.numel() > _FEW:
         yield from drawn.texts(tensor)
 
 
+def _same(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same values, NaN and the sign of 0 included."""
+    if tensor.dtype != other.dtype or tensor.shape != other.shape:
+        return False
+    if not tensor.is_floating_point():
+        return torch.equal(tensor, other)
+    parts = (torch.isnan, torch.nan_to_num, torch.signbit)
+    return all(torch.equal(part(tensor), part(other)) for part in parts)
+
+
 def _constant(value: Tensor, shape: str, tensor: Tensor) -> Iterator[str]:
     for constant, name in ((0, "zeros"), (1, "ones")):
-        if value == constant and tensor.ndim:
+        if _same(value, torch.full_like(value, constant)) and tensor.ndim:
             yield f"torch.{name}({shape}{_dtype(tensor, torch.float32)})"
     yield f"torch.full(({shape}{',' if tensor.ndim == 1 else ''}), {_numbers(value)}{_dtype(tensor)})"
 
@@ -119,6 +127,12 @@ _REGIMES = {
     "large integers": f"({{}} % 7 - 3.){_FIRST.format('2.')} * 64",
     "negative tail": "-4 - {}.abs() / 2**20 * 38",
 }
+_REGIMES_OF_HALVES = _REGIMES | {
+    "shifted": "{} / 2**20 + 1.5",
+    "large": f"({{}} / 2**20){_FIRST.format('1.5')} * 64",
+    "large integers": f"({{}} % 7 - 3.){_FIRST.format('2.')} * 8",
+    "negative tail": "-4 - {}.abs() / 2**20 * 4",
+}
 
 
 class Drawn:
@@ -135,7 +149,7 @@ class Drawn:
         """An expression for the tensor, where a recipe describes it and the expression gives it bit for bit."""
         for recipe in self._recipes:
             text = _drawn(recipe) if recipe.shape == tuple(tensor.shape) else ""
-            if text and torch.equal(eval(text, {"torch": torch}), tensor):
+            if text and _same(eval(text, {"torch": torch}), tensor):
                 yield text
                 return
 
@@ -159,9 +173,10 @@ def _drawn(recipe: TensorRecipe | IdsRecipe) -> str:
     shape = f".reshape({', '.join(map(str, recipe.shape))})"
     if isinstance(recipe, IdsRecipe):
         return f"({integers} % {recipe.vocab}){shape}"
-    if recipe.regime not in _REGIMES:
+    regimes = _REGIMES_OF_HALVES if recipe.dtype == "float16" else _REGIMES
+    if recipe.regime not in regimes:
         return ""
-    values = _REGIMES[recipe.regime].format(integers if recipe.dtype == "float32" else f"{integers}.double()")
+    values = regimes[recipe.regime].format(integers if recipe.dtype == "float32" else f"{integers}.double()")
     dtype = "" if recipe.dtype in ("float32", "float64") else f".to(torch.{recipe.dtype})"
     after = dtype + (shape if len(recipe.shape) > 1 else "")
     return f"({values}){after}" if after else values

@@ -32,7 +32,7 @@ from spec_lm.conformance.report import Outcome, Report, ReportError, Status, Use
 from spec_lm.conformance.reproduction import Recording, reproduction
 from spec_lm.conformance.script import Origin
 from spec_lm.conformance.strategies import Domain, NotJudged, from_json, plainest
-from spec_lm.conformance.surroundings import SETTINGS, restored
+from spec_lm.conformance.surroundings import SETTINGS, restored, undisturbed
 from spec_lm.conformance.tolerance import Raised, Violation
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -255,7 +255,8 @@ class OperatorRun:
         self.checked = Checked(
             OPERATORS[operator], unprovided, settings.conventions, device=settings.device, supports=settings.supports
         )
-        self.absent = "not provided" if function is None else why_absent(self.domain, self.checked)
+        with settings_put_back():
+            self.absent = "not provided" if function is None else why_absent(self.domain, self.checked)
         dtypes = settings.supports.get("dtype", (settings.dtype,))
         self.lost = "" if settings.dtype in dtypes else f"its declared support has no {settings.dtype}"
 
@@ -265,7 +266,8 @@ class OperatorRun:
             return outcome_of(clause, "absent", self.absent)
         if self.lost:
             return outcome_of(clause, "not_judged", self.lost)
-        outcome, lacking = run_clause(clause, self.checked, self.domain, self.settings, self.origin)
+        with settings_put_back():
+            outcome, lacking = run_clause(clause, self.checked, self.domain, self.settings, self.origin)
         self.domain = replace(self.domain, without=self.domain.without | lacking)
         if clause.name == SIGNATURE and outcome.outcome == "fails":
             self.lost = f"{clause.id} fails: {outcome.message}"
@@ -494,6 +496,14 @@ def quiet() -> Iterator[None]:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def settings_put_back() -> Iterator[None]:
+    """What calls inside change of the settings that all code of the process shares is put back, so that the clause that
+    is about them sees a call change them, whichever clause calls first."""
+    with contextlib.suppress(Violation), undisturbed(SETTINGS):
         yield
 
 
