@@ -116,8 +116,8 @@ NamedPullback = Callable[[np.ndarray], tuple[np.ndarray, Gradients]]
 def _product(noise: AnyNoise, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """left @ right: sums of k products, v sqrt(k) sum|a||b| xi.
 
-    In 16 bits also u sqrt(sum a^2 b^2) xi: where an axis has one entry, an einsum is a product of broadcasts, and each
-    term is rounded before their sum.
+    In 16 bits also u sqrt(sum a^2 b^2) xi: a factor may be scaled, and so rounded, beforehand; and where an axis has
+    one entry, an einsum is a product of broadcasts, each of whose terms is rounded before their sum.
     """
     multiply, terms = times if right.ndim == 2 else np.matmul, left.shape[-1]
     product = noise.summed(multiply(left, right), multiply(np.abs(left), np.abs(right)), terms)
@@ -273,10 +273,10 @@ def _softmax(
 ) -> tuple[np.ndarray, Callable[[np.ndarray, np.ndarray | float], np.ndarray]]:
     """p = softmax along the last axis; dscores = p (dp - sum p dp). The pullback also takes an error of that sum.
 
-    exp2(x log2 e) rounds the scores themselves, exp(x - logsumexp(x)) a whole row alike. p dp and p sum(p dp) each
-    round where a kernel multiplies p by their difference and where exp / sum is differentiated step by step. Then the
-    maximum that was subtracted may get minus the sum of the row's gradients: nothing but what rounding left of it. A
-    running maximum gets that of every step: u sqrt(n) sum|p dp| in all.
+    exp2(x log2 e) rounds the scores themselves, exp(x - logsumexp(x)) a whole row alike. p dp rounds by itself where
+    exp / sum is differentiated step by step. Then the maximum that was subtracted may get minus the sum of the row's
+    gradients: nothing but what rounding left of it. A running maximum gets that of every step: u sqrt(n) sum|p dp| in
+    all.
     """
     a, n = noise.a, scores.shape[-1]
     scores = noise.rounded(scores)
@@ -290,7 +290,7 @@ def _softmax(
     def pullback(dp: np.ndarray, sum_error: np.ndarray | float = 0.0) -> np.ndarray:
         weighted = noise.rounded(p * dp)
         mean = _total(noise, weighted) + sum_error
-        d_scores = noise.rounded(weighted - noise.rounded(p * mean))
+        d_scores = noise.rounded(weighted - p * mean)
         left = np.abs(_total(noise, d_scores)) + a.u * sqrt(n) * np.abs(weighted).sum(-1, keepdims=True)
         return noise.rounded(noise.spread(d_scores, subtracted * left))
 
@@ -302,10 +302,9 @@ def _attention(
 ) -> tuple[np.ndarray, Pullback]:
     """o = softmax(q k^T / sqrt(d_k)) v; dv = p^T do, dq = ds k / sqrt(d_k), dk = ds^T q / sqrt(d_k).
 
-    q and k may be scaled, and so rounded, before their product. The sum over a row of p dp is also that of do o: there
-    what was lost when o was rounded comes back. A query that may see nothing gives no gradient to q and k.
+    The sum over a row of p dp is also that of do o: there what was lost when o was rounded comes back. A query that may
+    see nothing gives no gradient to q and k.
     """
-    query, key = noise.rounded(query), noise.rounded(key)
     scores = noise.rounded(_product(noise, query, _transposed(key)) / sqrt(query.shape[-1]))
     if mask is None:
         p, softmax_pullback = _softmax(noise, scores)
