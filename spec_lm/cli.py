@@ -486,7 +486,7 @@ def faults(
             text = measured.text()
             with _written(matrix.PACKAGED) as file:
                 file.write(text)
-        stale = matrix.staleness(matrix.read().of(operator or matrix.OPERATORS), known, clauses) if compare else None
+        stale = matrix.staleness(matrix.read(matrix.PACKAGED), known, clauses) if compare else None
         found = matrix.findings(measured, known, stale)
         for line in matrix.findings_text(found, measured):
             _print(console, line)

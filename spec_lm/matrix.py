@@ -23,7 +23,7 @@ import spec_lm
 from spec_lm.conformance import workers
 from spec_lm.conformance.clause import CLAUSES, Clause, Search, seed_of
 from spec_lm.conformance.operators import OPERATORS
-from spec_lm.conformance.report import Outcome
+from spec_lm.conformance.report import Outcome, UserError
 from spec_lm.conformance.runner import DTYPES, SIGNATURE, OperatorRun, Settings, in_order, known_operators, preserved
 from spec_lm.conformance.strategies import Domain, Size
 from spec_lm.faults import Fault, catalogue, planted
@@ -113,8 +113,15 @@ def _entries(name: str, entries: Mapping[str, Any], end: str) -> Iterator[str]:
 
 
 def read(path: Path = PACKAGED) -> Matrix:
-    """The matrix in the package."""
-    data = json.loads(path.read_text(encoding="utf-8"))
+    """The matrix in the package.
+
+    Raises:
+        UserError: it is not there.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; run spec-lm faults --write") from error
     rows = {
         name: Row(**{**row, "not_judged": tuple(row["not_judged"]), "shows_in": tuple(row["shows_in"])})
         for name, row in data["faults"].items()
@@ -308,6 +315,7 @@ def measure(
         jobs: how many processes run at a time.
         on_found: told how many faults have been measured so far.
     """
+    workers.start()
     settings = Settings(examples, seed, shrink=False, supports={"dtype": DTYPES})
     found: dict[str, Found] = {}
     for some in _run(list(_jobs(faults, clauses, settings)), jobs):
@@ -366,28 +374,27 @@ class Findings:
     Args:
         errors: faults that could not be measured.
         missed: faults that no clause detects.
-        unfulfilled: detections that the catalogue names and that are not there.
         idle: clauses that detect nothing.
         nothing_else: faults that satisfy no clause, though their signature is right: they are no small change.
         stale: how the matrix in the package differs from the sources; None where it was not compared.
+        unfulfilled: detections that the catalogue names and that these examples do not show.
         oracle_alone: faults that no invariant detects, and that do not say why.
         hidden: faults that show in no operator above theirs.
     """
 
     errors: dict[str, str]
     missed: list[str]
-    unfulfilled: list[str]
     idle: list[str]
     nothing_else: list[str]
     stale: list[str] | None
+    unfulfilled: list[str]
     oracle_alone: list[str]
     hidden: list[str]
 
     @property
     def exit_code(self) -> int:
-        """1 where something is to be mended; oracle_alone and hidden are only to be known."""
-        problems = (self.errors, self.missed, self.unfulfilled, self.idle, self.nothing_else, self.stale)
-        return int(any(problems))
+        """1 where something is to be mended; the last three are only to be known."""
+        return int(any((self.errors, self.missed, self.idle, self.nothing_else, self.stale)))
 
 
 def findings(matrix: Matrix, faults: Mapping[str, Fault], stale: list[str] | None = None) -> Findings:
@@ -396,10 +403,10 @@ def findings(matrix: Matrix, faults: Mapping[str, Fault], stale: list[str] | Non
     return Findings(
         errors=matrix.errors,
         missed=[name for name, row in measured.items() if not row.detected_by],
-        unfulfilled=[line for name, row in measured.items() for line in _unfulfilled(faults[name], row)],
         idle=[clause_id for clause_id in matrix.clauses if not matrix.detected_by(clause_id)],
         nothing_else=[name for name, row in measured.items() if _satisfies_nothing(row, matrix)],
         stale=stale,
+        unfulfilled=[line for name, row in measured.items() for line in _unfulfilled(faults[name], row)],
         oracle_alone=[n for n, row in measured.items() if row.by_the_oracle_alone and not row.no_invariant],
         hidden=[name for name, row in measured.items() if above(row.operator) and not row.shows_in],
     )
@@ -416,6 +423,7 @@ def _satisfies_nothing(row: Row, matrix: Matrix) -> bool:
 
 def staleness(packaged: Matrix, faults: Mapping[str, Fault], clauses: Mapping[str, Clause]) -> list[str]:
     """How a matrix that was read differs from the sources, a line each; nothing of its numbers is measured again."""
+    packaged = packaged.of({clause.operator for clause in clauses.values()})
     sources = {name: clause_fingerprint(clause) for name, clause in clauses.items()}
     lines = list(_differences("clause", packaged.clauses, sources))
     written = {name: row.fingerprint for name, row in packaged.faults.items()}
@@ -439,10 +447,10 @@ def findings_text(found: Findings, matrix: Matrix) -> Iterator[str]:
     oracle = "detected by comparison with the oracle alone; is there an invariant, or a reason why there is none?"
     yield from _section("could not be measured", [f"{name}: {why}" for name, why in found.errors.items()])
     yield from _section("detected by no clause", [f"{name}: {matrix.faults[name].does}" for name in found.missed])
-    yield from _section("named in detected_by, and not so", found.unfulfilled)
     yield from _section("clauses that detect nothing", found.idle)
     yield from _section("satisfy no clause at all; a fault is a small change", found.nothing_else)
     yield from _section("the matrix in the package is stale; run spec-lm faults --write", found.stale or [])
+    yield from _section("named in detected_by, and not shown by these examples", found.unfulfilled)
     yield from _section(oracle, found.oracle_alone)
     yield from _section("show in no operator above", found.hidden)
     state = "" if found.stale is None else "; the packaged matrix is " + ("stale" if found.stale else "up to date")

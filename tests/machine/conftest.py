@@ -9,6 +9,7 @@ from textwrap import dedent
 import pytest
 
 from spec_lm import cli
+from spec_lm.conformance import workers
 
 
 @dataclass
@@ -50,6 +51,12 @@ def write(tmp_path: Path) -> Callable[[str, str], Path]:
         return path
 
     return written
+
+
+@pytest.fixture(autouse=True, scope="session")
+def children_are_forked_from_a_process_that_has_imported_torch() -> None:
+    """Before any test starts a child: what they are forked from cannot be changed later."""
+    workers.start()
 
 
 @pytest.fixture(autouse=True)
