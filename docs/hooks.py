@@ -1,14 +1,19 @@
-"""Builds one page an operator from the specification itself: words, code, clauses, what goes wrong in practice."""
+"""Builds one page an operator from the specification itself: words, code, clauses, the faults they detect; and puts the
+matrix of clauses and faults into its page."""
 
 import inspect
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 from mkdocs.structure.files import File, Files
 
+from spec_lm import matrix
 from spec_lm.conformance.clause import CLAUSES, Clause
 from spec_lm.conformance.operators import OPERATORS
-from spec_lm.faults import catalogue, clauses_detecting
+from spec_lm.faults import FAMILIES
 from spec_lm.reference import functional
+
+MATRIX = matrix.read()
 
 
 def on_config(config):
@@ -21,6 +26,18 @@ def on_files(files: Files, config) -> Files:
     for name in OPERATORS:
         files.append(File.generated(config, f"operators/{name}.md", content="\n".join(page(name))))
     return files
+
+
+def on_page_markdown(markdown: str, page, config, files) -> str:
+    """The text of a page with each generated part, `<!-- families -->`, in the place of its marker."""
+    for name, part in PARTS.items():
+        marker = f"<!-- {name} -->"
+        if marker in markdown:
+            markdown = markdown.replace(marker, "\n".join(part()))
+    return markdown
+
+
+# ------------------------------------------------------------------------------------------------------- operator pages
 
 
 def page(operator: str) -> Iterator[str]:
@@ -40,10 +57,44 @@ def section(clause: Clause) -> Iterator[str]:
     """What a clause says, what it is for, and the faults it detects."""
     yield f"\n### {clause.name} {{ #{clause.name} }}\n"
     yield f"**{clause.level.upper()}.** {clause.sentence}\n\nSource: {clause.source}. It catches: {clause.catches}.\n"
-    for fault in catalogue().values():
-        if clause.id in clauses_detecting(fault):
-            report = f" (as in {fault.report})" if fault.report else ""
-            yield f"- detects `{fault.id}`: {fault.does}{report}"
+    for name, row in MATRIX.detected_by(clause.id).items():
+        report = f" (as in {row.report})" if row.report else ""
+        yield f"- detects `{name}`: {row.does}{report}"
+
+
+# ----------------------------------------------------------------------------------------------------------- the matrix
+
+
+def families() -> Iterator[str]:
+    """What each family of faults says is to be mended."""
+    counts = Counter(row.family for row in MATRIX.faults.values())
+    yield "| family | faults | to be mended |\n|---|---|---|"
+    for family, mend in FAMILIES.items():
+        yield f"| {family} | {counts[family]} | {_cell(mend)} |"
+
+
+def rows() -> Iterator[str]:
+    """A table for each operator: fault, family, what detects it, where it shows."""
+    yield f"The numbers below: {MATRIX.examples} examples a clause, seed {MATRIX.seed}, {MATRIX.dtype}."
+    for operator in OPERATORS:
+        part = MATRIX.of([operator])
+        yield f"\n## {operator}\n\n{matrix.counts_text(part)}.\n"
+        yield "| fault | family | detected by | shows in |\n|---|---|---|---|"
+        for name, row in part.faults.items():
+            report = f" ({row.report})" if row.report else ""
+            about = f"`{name.partition('.')[2]}`: {_cell(row.does)}{report}"
+            yield f"| {about} | {row.family} | {_detections(row)} | {', '.join(row.shows_in)} |"
+
+
+def _detections(row: matrix.Row) -> str:
+    """The clauses by how far they are exceeded, those that are not of values last."""
+    ordered = sorted(row.detected_by.items(), key=lambda item: (item[1] is None, -(item[1] or 0), item[0]))
+    return ", ".join(
+        f"[{name}](operators/{row.operator}.md#{name})" + (f" {ratio:.3g}" if ratio else "") for name, ratio in ordered
+    )
+
+
+PARTS: dict[str, Callable[[], Iterator[str]]] = {"families": families, "matrix": rows}
 
 
 def _cell(text: str) -> str:

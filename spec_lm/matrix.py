@@ -443,7 +443,7 @@ def findings_text(found: Findings, matrix: Matrix) -> Iterator[str]:
     for operator in OPERATORS:
         part = matrix.of([operator])
         if part.faults or part.clauses:
-            yield f"  {operator:<36}{_counts(part)}"
+            yield f"  {operator:<36}{counts_text(part)}"
     oracle = "detected by comparison with the oracle alone; is there an invariant, or a reason why there is none?"
     yield from _section("could not be measured", [f"{name}: {why}" for name, why in found.errors.items()])
     yield from _section("detected by no clause", [f"{name}: {matrix.faults[name].does}" for name in found.missed])
@@ -454,10 +454,11 @@ def findings_text(found: Findings, matrix: Matrix) -> Iterator[str]:
     yield from _section(oracle, found.oracle_alone)
     yield from _section("show in no operator above", found.hidden)
     state = "" if found.stale is None else "; the packaged matrix is " + ("stale" if found.stale else "up to date")
-    yield f"\n{_counts(matrix)}{state}"
+    yield f"\n{counts_text(matrix)}{state}"
 
 
-def _counts(matrix: Matrix) -> str:
+def counts_text(matrix: Matrix) -> str:
+    """How many faults are detected, and how many clauses detect one."""
     detected = sum(bool(row.detected_by) for row in matrix.faults.values())
     detecting = sum(bool(matrix.detected_by(clause_id)) for clause_id in matrix.clauses)
     faults, clauses = len(matrix.faults), len(matrix.clauses)
