@@ -67,6 +67,24 @@ def int32_ids(embedding, ids, weight):
 
 @clause(
     "embedding",
+    given(**_IDS, weight=tensors("vocab d_model", NONZERO)),
+    level="should",
+    cases={},
+    dtype="float64",
+    enough=10,
+    catches="a table that is kept in float32",
+    source="practice: float64 is used where accuracy is what matters",
+)
+def rows_are_copied_exactly_in_float64(embedding, ids, weight):
+    """Where float64 is among the declared dtypes, all 53 bits are copied."""
+    if "float64" not in embedding.supports.get("dtype", ()):
+        raise NotJudged('it does not declare float64: spec_lm_supports = {"dtype": ["float32", "float64"]}')
+    weight = weight / 3
+    bit_equal(embedding(ids, weight), weight[ids])
+
+
+@clause(
+    "embedding",
     given(**_IDS, **_W, negative=one_of(1, 2), at=one_of(0, 1, 2, 3)),
     level="should",
     enough=20,
