@@ -160,6 +160,20 @@ def linear_in_x(rope, x, z, positions, theta, max_seq_len):
     close(rope(x + z, *rest), rope(x, *rest) + rope(z, *rest))
 
 
+@clause(
+    "rope",
+    given(x=tensors("*batch sequence d_k", NONZERO), positions=positions(), **_TABLE),
+    where=lambda s: s.sequence > 1,
+    enough=20,
+    catches="the case of one token, as in decoding, handled apart",
+    source=SOURCE,
+)
+def a_token_alone_turns_as_among_others(rope, x, positions, theta, max_seq_len):
+    """A token turns by its own position: a sequence of one token has the result of that token among others."""
+    alone = rope(x[..., -1:, :].contiguous(), positions[-1:].contiguous(), theta, max_seq_len)
+    close(alone, rope(x, positions, theta, max_seq_len)[..., -1:, :])
+
+
 # ------------------------------------------------------------------------------------------------------------ arguments
 
 
