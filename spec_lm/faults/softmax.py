@@ -317,6 +317,7 @@ def one_block_too_many(x, dim):
 @fault(
     SOFTMAX,
     family="boundary",
+    kind="beyond_a_block_not_read",
     does="the sum sees no more than 512 entries",
     detected_by=("sums_to_one_at_any_length", "long_rows"),
     mistake="One block of threads is launched for each slice, and no loop follows.",
