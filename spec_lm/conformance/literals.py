@@ -10,7 +10,6 @@ from spec_lm.conformance.display import shortest
 from spec_lm.conformance.strategies import IdsRecipe, TensorRecipe
 
 _DEFAULT = (torch.float32, torch.int64, torch.bool)  # the dtypes that torch.tensor takes numbers for by itself
-_FEW = 64  # a tensor of no more numbers is written by them, whatever it was drawn from
 MOST_NUMBERS = 600
 
 
@@ -67,7 +66,7 @@ def _compact(tensor: Tensor, drawn: "Drawn | None") -> Iterator[str]:
         yield f"torch.ones({shape}, dtype=torch.bool).tril()"
     if tensor.ndim > 1 and len(tensor) > 1 and _same(tensor, tensor[:1].expand_as(tensor)):
         yield f"{literal(tensor[0])}.repeat({', '.join(map(str, [len(tensor), *[1] * (tensor.ndim - 1)]))})"
-    if drawn is not None and tensor.numel() > _FEW:
+    if drawn is not None:
         yield from drawn.texts(tensor)
 
 
@@ -140,14 +139,16 @@ class Drawn:
 
     Args:
         recipes: of a counterexample, by argument.
+        few: a tensor of no more numbers is written by them.
     """
 
-    def __init__(self, recipes: Mapping[str, Any]) -> None:
+    def __init__(self, recipes: Mapping[str, Any], few: int = 64) -> None:
+        self._few = few
         self._recipes = [part for recipe in recipes.values() for part in _parts(recipe)]
 
     def texts(self, tensor: Tensor) -> Iterator[str]:
         """An expression for the tensor, where a recipe describes it and the expression gives it bit for bit."""
-        for recipe in self._recipes:
+        for recipe in self._recipes if tensor.numel() > self._few else ():
             text = _drawn(recipe) if recipe.shape == tuple(tensor.shape) else ""
             if text and _same(eval(text, {"torch": torch}), tensor):
                 yield text

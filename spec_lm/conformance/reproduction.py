@@ -4,8 +4,9 @@ They import nothing of this package. Each text is executed before it is kept: wh
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,24 +44,130 @@ class Recording:
 
 def reproduction(seen: Recording, checked: Checked, origin: Origin) -> str:
     """Write the text for a violation of an operator; empty where none fails by itself."""
-    drawn, tried = Drawn(seen.violation.recipes or {}), set[str]()
-    # A function that cannot be imported anew may be full of what it remembers, so that any call fails here.
-    ways = _ways(seen, checked) if origin.statement or not seen.remembers else _in_order(seen, checked)
-    for write in ways:
+    writer = _Writer(seen, checked, origin)
+    return next(filter(None, map(writer.text, writer.ways())), "")
+
+
+class _Writer:
+    """The ways to write a violation down, and what comes of each."""
+
+    def __init__(self, seen: Recording, checked: Checked, origin: Origin) -> None:
+        self.seen, self.checked, self.origin = seen, checked, origin
+        self._tried: set[str] = set()
+
+    # ---- what comes of a way
+
+    def text(self, write: _Write) -> str:
+        """The text of one way, with plain arguments or with arguments as they lay in memory; empty where none fails."""
         for exact_layout in (False, True):
-            script = Script(checked.operator, origin, checked.device, drawn, exact_layout)
-            try:
+            script = self._written(write, exact_layout)
+            for times in (1, _REPEATS) if self.seen.changing else (1,):
+                text = f"{script.imports()}\n{script.body(times)}" if script else ""
+                if script and text not in self._tried:
+                    self._tried.add(text)
+                    if all(_fails(script, times, self.seen.violation) for _ in range(3 if self.seen.changing else 1)):
+                        return text
+        return ""
+
+    def _written(self, write: _Write, exact_layout: bool = False) -> Script | None:
+        """A script of numbers; where these are too many, of draws; None where it is too long all the same."""
+        for few in (64, 8):
+            drawn = Drawn(self.seen.violation.recipes or {}, few)
+            script = Script(self.checked.operator, self.origin, self.checked.device, drawn, exact_layout)
+            with suppress(TooLong):
                 write(script)
-            except TooLong:
-                continue
-            for times in (1, _REPEATS) if seen.changing else (1,):
-                text = f"{script.imports()}\n{script.body(times)}"
-                if text in tried or text.count(",") > MOST_NUMBERS:
-                    continue
-                tried.add(text)
-                if all(_fails(script, times, seen.violation) for _ in range(3 if seen.changing else 1)):
-                    return text
-    return ""
+                if script.body(1).count(",") <= MOST_NUMBERS:
+                    return script
+        return None
+
+    # ---- the ways, the plainest first
+
+    def ways(self) -> Iterator[_Write]:
+        """What could be written."""
+        calls, kind, message = self.seen.calls, self.seen.violation.kind, str(self.seen.violation)
+        if not calls:
+            return
+        last = calls[-1]
+        if isinstance(self.seen.violation, Raised):
+            yield from _after_others(calls, lambda script: script.result(last))
+        elif kind == "accepted":
+            yield lambda script: script.refused(last, message)
+        elif kind.startswith("changed"):
+            yield lambda script: script.changed(last, message)
+        elif kind.startswith("no gradient at "):
+            yield lambda script: script.arrives(last, kind.removeprefix("no gradient at "))
+        elif kind in ("type", "shape", "dtype", "device"):
+            yield from _after_others(calls, lambda script: script.signature(last, kind))
+        elif self.seen.remembers and not self.origin.statement:
+            # It cannot be imported anew, and may be so full of what it remembers that any call fails here.
+            yield from (_after(calls[: calls.index(call)], write) for call, write in self._wrong[::-1])
+        else:
+            yield from self._values()
+
+    def _values(self) -> Iterator[_Write]:
+        """A result that is wrong by itself; two that should agree; a result that is wrong after other calls."""
+        pair, calls = self._pair, self.seen.calls
+        if pair and len({call.seed for call in pair.calls}) > 1:
+            yield lambda script: script.pair(pair, pair.calls, SEEDS[:1])
+            yield lambda script: script.pair(pair, pair.calls, SEEDS)
+        yield from (write for _, write in self._wrong)
+        if pair:
+            yield lambda script: script.pair(pair, pair.calls)
+        for call, write in self._wrong:
+            yield from _after_others(calls[: calls.index(call) + 1], write)
+        if pair:
+            yield lambda script: script.pair(pair, calls)
+        if (first := self._compared) and not pair and isinstance(first.sides[1], Entry):
+            earliest = min((side for side in first.sides if isinstance(side, Entry)), key=lambda e: calls.index(e.call))
+            yield lambda script: script.twice(earliest.call, earliest.index, first.bound)
+        if any(self._written(write) for _, write in self._wrong):
+            yield from (_after([call], self._wrong[-1][1]) for call in self.seen.earlier)
+
+    @cached_property
+    def _wrong(self) -> list[tuple[Call, _Write]]:
+        """Every result that is wrong: its call, and how to write it."""
+        return [(call, write) for call in self.seen.calls for write in self._wrong_results(call)]
+
+    def _wrong_results(self, call: Call) -> Iterator[_Write]:
+        for name, exact in self._exact(call).items():
+            expected = Expected(_outputs(call)[name], exact)
+            if expected.is_wrong:
+                yield lambda script, name=name, expected=expected: script.value(call, name, expected)
+            if expected.is_wrong and name:
+                yield lambda script, n=name, expected=expected: script.value(call, n, expected, lambda each: True)
+
+    def _exact(self, call: Call) -> dict[str, Tensor]:
+        if call.cotangent is None:
+            return {} if call.output is None else {"": self.checked.exact(*call.arguments)}
+        exact = self.checked.exact_gradients(call.arguments, call.cotangent)
+        return {name: exact[name] for name in call.gradients}
+
+    @cached_property
+    def _pair(self) -> Pair | None:
+        """The entries that differ most, where they are equal by the oracle too.
+
+        They are not where an input depends on what the implementation did, as the weights that a call left.
+        """
+        if self._compared is None:
+            return None
+        exact, allowed = [], self._compared.bound
+        for side in self._compared.sides:
+            if isinstance(side, Entry):
+                allowed += float(_outputs(side.call)[side.gradient].error[side.index]) * abs(side.factor)
+                exact.append(float(self._exact(side.call)[side.gradient][side.index]) * side.factor)
+            else:
+                exact.append(side)
+        return self._compared if abs(exact[0] - exact[1]) <= allowed else None
+
+    @cached_property
+    def _compared(self) -> Pair | None:
+        """The entries that a comparison found to differ most, where they are single entries of results."""
+        evidence = self.seen.violation.evidence
+        if evidence is None or not evidence.sides:
+            return None
+        sides = [_entry_of(side, evidence, self.seen.calls) for side in evidence.sides]
+        known = tuple(side for side in sides if side is not None)
+        return Pair(known, evidence.bound or 0.0) if len(known) == 2 and isinstance(known[0], Entry) else None
 
 
 def _fails(script: Script, times: int, violation: Violation) -> bool:
@@ -85,25 +192,6 @@ def _fails(script: Script, times: int, violation: Violation) -> bool:
     return False
 
 
-def _ways(seen: Recording, checked: Checked) -> Iterator[_Write]:
-    """What could be written, the plainest first."""
-    if not seen.calls:
-        return
-    last, kind, message = seen.calls[-1], seen.violation.kind, str(seen.violation)
-    if isinstance(seen.violation, Raised):
-        yield from _after_others(seen.calls, lambda script: script.result(last))
-    elif kind == "accepted":
-        yield lambda script: script.refused(last, message)
-    elif kind.startswith("changed"):
-        yield lambda script: script.changed(last, message)
-    elif kind.startswith("no gradient at "):
-        yield lambda script: script.arrives(last, kind.removeprefix("no gradient at "))
-    elif kind in ("type", "shape", "dtype", "device"):
-        yield from _after_others(seen.calls, lambda script: script.signature(last, kind))
-    else:
-        yield from _values(seen, checked)
-
-
 def _after_others(calls: list[Call], write: _Write) -> Iterator[_Write]:
     """The last call by itself; then after one of those before it; then after them all."""
     *before, _ = calls
@@ -121,59 +209,9 @@ def _after(before: list[Call], write: _Write) -> _Write:
     return written
 
 
-def _values(seen: Recording, checked: Checked) -> Iterator[_Write]:
-    """A result that is wrong by itself; two that should agree; a result that is wrong after other calls."""
-    pair = _pair_of(seen.violation.evidence, seen.calls)
-    if pair is not None and len({call.seed for call in pair.calls}) > 1:
-        yield lambda script: script.pair(pair, pair.calls, SEEDS[:1])
-        yield lambda script: script.pair(pair, pair.calls, SEEDS)
-    wrong = [(call, write) for call in seen.calls for write in _wrong_results(checked, call)]
-    yield from (write for _, write in wrong)
-    if pair is not None:
-        yield lambda script: script.pair(pair, pair.calls)
-    for call, write in wrong:
-        yield from _after_others(seen.calls[: seen.calls.index(call) + 1], write)
-    if pair is not None:
-        yield lambda script: script.pair(pair, seen.calls)
-    for call in seen.earlier if wrong else ():
-        yield _after([call], wrong[-1][1])
-
-
-def _in_order(seen: Recording, checked: Checked) -> Iterator[_Write]:
-    """Each wrong result after all calls before it."""
-    for number, call in enumerate(seen.calls):
-        yield from (_after(seen.calls[:number], write) for write in _wrong_results(checked, call) if number)
-
-
-def _wrong_results(checked: Checked, call: Call) -> Iterator[_Write]:
-    """Ways to write each result of a call that is wrong: its output, or its gradients."""
-    for name, exact in _exact(checked, call).items():
-        expected = Expected(_outputs(call)[name], exact)
-        if expected.is_wrong:
-            yield lambda script, name=name, expected=expected: script.value(call, name, expected)
-        if expected.is_wrong and name:
-            yield lambda script, n=name, expected=expected: script.value(call, n, expected, lambda each: True)
-
-
 def _outputs(call: Call) -> Mapping[str, Output]:
     """Of a plain call its output, by the name ""; of one for gradients those that arrived, by their names."""
     return call.gradients if call.output is None else {"": call.output}
-
-
-def _exact(checked: Checked, call: Call) -> dict[str, Tensor]:
-    if call.cotangent is None:
-        return {} if call.output is None else {"": checked.exact(*call.arguments)}
-    exact = checked.exact_gradients(call.arguments, call.cotangent)
-    return {name: exact[name] for name in call.gradients}
-
-
-def _pair_of(evidence: Evidence | None, calls: list[Call]) -> Pair | None:
-    """The entries that a comparison found to differ most, where they are single entries of results."""
-    if evidence is None or not evidence.sides:
-        return None
-    sides = [_entry_of(side, evidence, calls) for side in evidence.sides]
-    known = tuple(side for side in sides if side is not None)
-    return Pair(known, evidence.bound or 0.0) if len(known) == 2 and isinstance(known[0], Entry) else None
 
 
 def _entry_of(side: Comparable, evidence: Evidence, calls: list[Call]) -> Entry | float | None:

@@ -146,7 +146,7 @@ class Script:
         origin: of the function.
         device: where the arguments lie.
         drawn: what large arguments may be draws of.
-        exact_layout: whether arguments lie in memory as they did.
+        exact_layout: whether arguments lie in memory as they did, and keep the sign of 0.
     """
 
     def __init__(self, operator: Operator, origin: Origin, device: str, drawn: Drawn, exact_layout: bool) -> None:
@@ -178,8 +178,10 @@ class Script:
 
     def _add(self, line: str) -> None:
         """A statement, broken between the numbers of a long list."""
-        wrapped = textwrap.wrap(line, _LONGEST_LINE, subsequent_indent="    ", break_long_words=False)
-        self._lines += wrapped if len(line) > _LONGEST_LINE else [line]
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        is_long = len(line) > _LONGEST_LINE and not line.startswith("assert")
+        wrapped = textwrap.wrap(line, _LONGEST_LINE, subsequent_indent=indent, break_long_words=False)
+        self._lines += wrapped if is_long else [line]
 
     # ---- what is asserted
 
@@ -217,6 +219,15 @@ class Script:
                 self.result(call)
         left, right = (_side(side, names) for side in pair.sides)
         self._add(f"assert {_near(left, right, pair.bound)}, ({left}, {right})")
+
+    def twice(self, call: Call, index: tuple[int, ...], bound: float) -> None:
+        """A call and the same call again, with what the first one left of its arguments."""
+        for name in _given(self.operator, call):
+            self._name(name, call)
+        self._assign("first", call)
+        self._assign("second", call)
+        place = f"[{', '.join(map(str, index))}]" if index else ""
+        self._add(f"assert {_near(f'first{place}', f'second{place}', bound)}, (first{place}, second{place})")
 
     def result(self, call: Call) -> None:
         """A call of which nothing is asked but that it returns."""
@@ -321,7 +332,10 @@ class Script:
         return f"{text}.requires_grad_()" if value.is_floating_point() and leaves(name) else text
 
     def _tensor(self, value: Tensor) -> str:
-        text = (laid_out if self._exact_layout else literal)(value, self._drawn)
+        if self._exact_layout:
+            text = laid_out(value, self._drawn)
+        else:  # 0 for -0: what was multiplied by 0 is zeros
+            text = literal(value + 0.0 if value.is_floating_point() else value, self._drawn)
         return text if self._on_cpu else f"{text}.to({quoted(self.device)})"
 
     def _name(self, name: str, call: Call) -> None:
