@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from spec_lm.conformance.clause import Clause
 
 LAST = Path(".spec-lm/last.jsonl")
+FAULTS_EXPLAINED = 10
 ERROR = 2
 
 app = typer.Typer(
@@ -365,13 +366,15 @@ def explain(
 
 
 def _faults_of(clause: "Clause") -> Iterator[tuple[str, str]]:
-    """The faults that the clause detects, a line each."""
+    """How many faults the clause detects, and the first of them, a line each."""
     from spec_lm.matrix import read
 
     detected = read().detected_by(clause.id)
     yield "detects", f"{len(detected)} fault{'' if len(detected) == 1 else 's'}{':' if detected else ''}"
-    for name, row in detected.items():
+    for name, row in list(detected.items())[:FAULTS_EXPLAINED]:
         yield "", f"{row.does} ({row.report or name})"
+    if len(detected) > FAULTS_EXPLAINED:
+        yield "", f"and {len(detected) - FAULTS_EXPLAINED} more"
 
 
 @app.command()
@@ -465,14 +468,13 @@ def faults(
 ) -> None:
     """Check the specification: run every clause on every fault of the catalogue.
 
-    Exit code: 1 where a fault is missed, a clause detects nothing, a fault satisfies no clause or could not be run, a
-    detection that the catalogue names is not there, or (with --check) the matrix in the package is stale.
+    Exit code: 1 where a fault is missed, a clause detects nothing, a fault satisfies no clause or could not be run, or
+    (with --check) the matrix in the package is stale or lacks a detection that the catalogue names.
     """
     from spec_lm import matrix
     from spec_lm.conformance import workers
 
     with _mendable():
-        workers.start()
         if write and operator:
             raise UserError("--write puts the whole matrix into the package; leave --operator out")
         known, clauses = matrix.chosen(operator or ())

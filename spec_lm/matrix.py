@@ -452,7 +452,7 @@ def findings_text(found: Findings, matrix: Matrix) -> Iterator[str]:
     yield from _section("the matrix in the package is stale; run spec-lm faults --write", found.stale or [])
     yield from _section("named in detected_by, and not shown by these examples", found.unfulfilled)
     yield from _section(oracle, found.oracle_alone)
-    yield from _section("show in no operator above", found.hidden)
+    yield from _section("show in no operator above", found.hidden, list(_by_operator(found.hidden)))
     state = "" if found.stale is None else "; the packaged matrix is " + ("stale" if found.stale else "up to date")
     yield f"\n{counts_text(matrix)}{state}"
 
@@ -465,7 +465,15 @@ def counts_text(matrix: Matrix) -> str:
     return f"{detected} of {faults} faults are detected, {detecting} of {clauses} clauses detect one"
 
 
-def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
-    if lines:
-        yield f"\n{len(lines)}  {title}"
-        yield from (f"  {line}" for line in lines)
+def _section(title: str, found: Sequence[str], lines: Sequence[str] | None = None) -> Iterator[str]:
+    if found:
+        yield f"\n{len(found)}  {title}"
+        yield from (f"  {line}" for line in lines or found)
+
+
+def _by_operator(ids: Iterable[str]) -> Iterator[str]:
+    """The names of an operator's faults on one line."""
+    names: dict[str, list[str]] = {}
+    for operator, _, name in (each.partition(".") for each in ids):
+        names.setdefault(operator, []).append(name)
+    yield from (f"{operator}: {', '.join(group)}" for operator, group in names.items())

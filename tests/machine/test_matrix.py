@@ -242,6 +242,18 @@ def test_a_fault_that_only_the_oracle_sees_is_told_unless_it_says_why(ran, small
     assert asks not in ran(["one_too_much"], NAMES[:1]).out
 
 
+def test_faults_that_show_nowhere_above_are_told_by_operator(ran):
+    assert "1  show in no operator above\n  silu: multiplied_in_place\n" in ran(GOOD, NAMES).out
+
+
+def test_explain_tells_how_many_faults_a_clause_detects_and_the_first_of_them(spec_lm_command):
+    detected = matrix.read().detected_by("softmax.agrees_with_the_oracle")
+    seen = spec_lm_command("explain", "softmax.agrees_with_the_oracle")
+    assert f"detects   {len(detected)} faults:\n" in seen.out
+    assert "(softmax.always_the_last_axis)\n" in seen.out or "(ARM-software/ComputeLibrary#148)\n" in seen.out
+    assert f"          and {len(detected) - 10} more\n" in seen.out
+
+
 def test_part_of_the_matrix_is_not_written(spec_lm_command):
     seen = spec_lm_command("faults", "--operator", "silu", "--write")
     assert seen.code == 2
