@@ -174,6 +174,22 @@ def a_token_alone_turns_as_among_others(rope, x, positions, theta, max_seq_len):
     close(alone, rope(x, positions, theta, max_seq_len)[..., -1:, :])
 
 
+@clause(
+    "rope",
+    given(
+        x=tensors("*batch sequence d_k", NONZERO), positions=positions(), s=one_of(2.0**20, 2.0**40, 2.0**-20), **_TABLE
+    ),
+    dtypes=("float32", "float64", "bfloat16"),
+    enough=20,
+    catches="a clamp; float16 inside",
+    source=SOURCE,
+)
+def long_and_short_vectors_turn_alike(rope, x, positions, s, theta, max_seq_len):
+    """A rotation knows no length: the output for s x is s times the output for x."""
+    rest = (positions, theta, max_seq_len)
+    close(rope(x * s, *rest), rope(x, *rest) * s)
+
+
 # ------------------------------------------------------------------------------------------------------------ arguments
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from spec_lm.conformance.clause import clause, given
-from spec_lm.conformance.strategies import BLOCK_SIZES, LONG_SIZES, takes_the_dtype, tensors
+from spec_lm.conformance.strategies import BLOCK_SIZES, LONG_SIZES, one_of, takes_the_dtype, tensors
 from spec_lm.conformance.tolerance import bit_equal, close, finite
 
 SOURCE = "adapter interface: Building blocks, swiglu"
@@ -47,6 +47,19 @@ def linear_in_w3(swiglu, x, w1, w2, w3, other):
 def linear_in_w2(swiglu, x, w1, w2, other, w3):
     """Nothing follows W2: the outputs with two W2 add up to the output with their sum."""
     close(swiglu(x, w1, w2, w3) + swiglu(x, w1, other, w3), swiglu(x, w1, w2 + other, w3))
+
+
+@clause(
+    "swiglu",
+    given(**_ALL, s=one_of(2.0**20, 2.0**30, 2.0**-20)),
+    dtypes=("float32", "float64", "bfloat16"),
+    enough=20,
+    catches="a clamp of hidden units; float16 inside",
+    source=SOURCE,
+)
+def scaling_w3_scales_the_output(swiglu, x, w1, w2, w3, s):
+    """However large the hidden units, s W3 in place of W3 gives s times the output."""
+    close(swiglu(x, w1, w2, w3 * s), swiglu(x, w1, w2, w3) * s)
 
 
 @clause("swiglu", given(**_ALL), catches="gate and up exchanged; a sigmoid for the silu", source=SOURCE)

@@ -253,6 +253,28 @@ def positions_stretched_over_the_table(x, positions, theta, max_seq_len):
     return _turned(x, *_table(positions * (16 / max_seq_len), x.shape[-1], theta))
 
 
+@fault(
+    ROPE,
+    family="overflow",
+    does="clamps entries to -100..100",
+    detected_by="long_and_short_vectors_turn_alike",
+    mistake="A guard against overflow; queries and keys are seldom that large.",
+)
+def inputs_clamped(x, positions, theta, max_seq_len):
+    return functional.rope(x.clamp(-100, 100), positions, theta, max_seq_len)
+
+
+@fault(
+    ROPE,
+    family="precision",
+    does="rotates in float16",
+    detected_by=("long_and_short_vectors_turn_alike", "norms_of_pairs_are_kept", "agrees_with_the_oracle"),
+    mistake="A kernel made for one dtype, or autocast.",
+)
+def float16_inside(x, positions, theta, max_seq_len):
+    return functional.rope(x.half(), positions, theta, max_seq_len).to(x.dtype)
+
+
 # ------------------------------------------------------------------------------------------------------------ precision
 
 

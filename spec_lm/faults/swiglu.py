@@ -153,6 +153,18 @@ def inf_over_inf(x, w1, w2, w3):
 @fault(
     SWIGLU,
     family="overflow",
+    kind="outputs_clamped",
+    does="hidden units are clamped to the range of float16",
+    detected_by=("scaling_w3_scales_the_output",),
+    mistake="A guard against overflow that float32 does not need.",
+)
+def hidden_units_clamped(x, w1, w2, w3):
+    return linear((silu(linear(x, w1)) * linear(x, w3)).clamp(-65504, 65504), w2)
+
+
+@fault(
+    SWIGLU,
+    family="overflow",
     does="the argument of the sigmoid is clamped to -18..18, the gate is not",
     detected_by=("deeply_negative_gates_are_closed",),
     mistake="The sigmoid is flat there, but the gate grows: what should be closed leaks.",
@@ -399,6 +411,17 @@ def float32_inside(x, w1, w2, w3):
 )
 def float32_returned_for_half(x, w1, w2, w3):
     return functional.swiglu(*(functional.upcast(t) for t in (x, w1, w2, w3)))
+
+
+@fault(
+    SWIGLU,
+    family="precision",
+    does="computed in float16 inside",
+    detected_by=("scaling_w3_scales_the_output", "gate_is_w1", "agrees_with_the_oracle"),
+    mistake="Autocast, cast back; the product of two projections leaves its range first.",
+)
+def float16_inside(x, w1, w2, w3):
+    return functional.swiglu(*(t.half() for t in (x, w1, w2, w3))).to(x.dtype)
 
 
 @fault(
