@@ -1,16 +1,22 @@
 """softmax(Q K^T / sqrt(d_k)) V: each query's average of the values it may see."""
 
+from itertools import product
+
 import hypothesis.strategies as st
 import torch
 
 from spec_lm.conformance.clause import clause, given
 from spec_lm.conformance.strategies import (
+    BLOCK_SIZES,
+    LONG_SIZES,
     MODERATE,
     NONZERO,
     NotJudged,
+    Size,
     index_of,
     masks,
     one_of,
+    takes_the_dtype,
     tensors,
 )
 from spec_lm.conformance.tolerance import at_most, bit_equal, close, finite
@@ -26,6 +32,24 @@ _ANY_MASK = ("all", "none", "causal", "random", "random")
 _GENTLE = tuple(regime for regime in MODERATE if regime != "shifted")
 _OPEN = ("all", "none")
 _SOME_HIDDEN = ("causal", "random", "one key")
+
+_LONG = (*BLOCK_SIZES[ATTENTION], *LONG_SIZES[ATTENTION])
+_HEAD_SIZES = (3, 5, 6, 7, 24, 48, 64, 72, 80, 96, 128, 160)
+# Axes that are equally long, so that only their order tells them apart, and lone queries in a batch.
+_COINCIDING = (
+    Size(batch=(3,), queries=1, keys=2, d_k=1, d_v=1),
+    Size(batch=(2, 2), queries=1, keys=2, d_k=2, d_v=1),
+    Size(batch=(2,), queries=2, keys=2, d_k=2, d_v=2),
+    Size(batch=(3,), queries=3, keys=3, d_k=3, d_v=3),
+    Size(batch=(2, 2), queries=2, keys=2, d_k=2, d_v=2),
+    Size(batch=(2, 3), queries=3, keys=5, d_k=4, d_v=1),
+    Size(batch=(2, 3), queries=4, keys=3, d_k=2, d_v=3),
+)
+
+
+def _of_size(size):
+    """What a required case is called."""
+    return f"{size.batch} of {size.queries} queries, {size.keys} keys, d_k {size.d_k}"
 
 
 def _identity(k):
@@ -50,6 +74,16 @@ def _at_one_key(tensor, index, rows):
 def _without(tensor, index, dim):
     """A copy without one key, which lies along `dim`."""
     return torch.cat([tensor.narrow(dim, 0, index), tensor.narrow(dim, index + 1, tensor.shape[dim] - index - 1)], dim)
+
+
+def _scores(q, k):
+    """q . k / sqrt(d_k) in float64."""
+    return q.double() @ k.double().mT / q.shape[-1] ** 0.5
+
+
+def _mean_of_the_visible(mask, q, k, v):
+    seen = _visible(mask, q, k).double()
+    return seen @ v.double() / seen.sum(-1, keepdim=True)
 
 
 def _blinded(mask, query):
@@ -194,8 +228,7 @@ def one_vector_added_to_all_keys_changes_nothing(attention, q, k, c, v, mask):
 )
 def scale_is_one_over_the_square_root_of_d_k(attention, q, k, mask):
     """Scores are q . k / sqrt(d_k), for every d_k."""
-    scores = q.double() @ k.double().transpose(-1, -2) / q.shape[-1] ** 0.5
-    close(attention(q, k, _identity(k), mask), scores.softmax(-1))
+    close(attention(q, k, _identity(k), mask), _scores(q, k).softmax(-1))
 
 
 @clause(
@@ -206,8 +239,7 @@ def scale_is_one_over_the_square_root_of_d_k(attention, q, k, mask):
 )
 def zero_queries_average_the_visible_values(attention, q, k, v, mask):
     """A query of zeros weighs all visible keys alike: its output is the mean of their values."""
-    seen = _visible(mask, q, k).double()
-    close(attention(q, k, v, mask), seen @ v.double() / seen.sum(-1, keepdim=True))
+    close(attention(q, k, v, mask), _mean_of_the_visible(mask, q, k, v))
 
 
 @clause(
@@ -300,10 +332,14 @@ def masked_keys_stay_hidden_behind_very_low_scores(attention, k, mask):
     source="practice: padded batches have such queries, and one NaN spoils the whole model",
 )
 def query_that_sees_nothing_follows_the_convention(attention, q, k, v, mask, blind):
-    """A query whose mask row is all False gets zeros; NaN or the mean of all values where that is declared."""
+    """A query whose mask row is all False gets zeros; NaN or the mean of all values where that is declared. It gets
+    them under no_grad too."""
     mask = _blinded(mask, blind)
+    exact = attention.exact(q, k, v, mask)[..., blind, :]
     with attention.naming(q, k, v, mask):
-        close(attention(q, k, v, mask)[..., blind, :], attention.exact(q, k, v, mask)[..., blind, :])
+        close(attention(q, k, v, mask)[..., blind, :], exact)
+        with torch.no_grad():
+            close(attention(q, k, v, mask)[..., blind, :], exact, says="it gets something else under no_grad")
 
 
 @clause(
@@ -399,12 +435,39 @@ def broadcasts_a_mask_over_queries(attention, q, k, v, mask):
     ),
     level="should",
     dtype="float16",
-    catches="a mask's fill beyond 65504; a sum of two fills; products before they are scaled",
+    catches="a mask's fill beyond 65504; no maximum subtracted in half precision",
     source="practice: attention is served in half precision",
 )
 def large_half_scores_stay_finite(attention, q, k, v, mask):
     """float16 scores of thousands, masked or not, give finite outputs."""
+    takes_the_dtype(attention, (q, k, v, mask))
     finite(attention(q, k, v, mask))
+
+
+@clause(
+    ATTENTION,
+    given(
+        q=tensors("*batch queries d_k", ("large integers", "plain", "shifted")),
+        k=tensors("*batch keys d_k", ("large integers", "plain", "shifted")),
+        v=_QKV["v"],
+        mask=masks(_ANY_MASK[2:]),
+        blind=index_of("queries"),
+        low=st.booleans(),
+    ),
+    level="should",
+    cases={},
+    dtype="float16",
+    catches="the smallest number of float16 added to the scores, where adding to it overflows",
+    source="practice: padded batches are served in half precision",
+)
+def query_that_sees_nothing_stays_finite_in_float16(attention, q, k, v, mask, blind, low):
+    """In float16 too, a query that sees no key harms neither itself nor others with inf or NaN, however low its scores
+    are."""
+    if attention.conventions.get("all_masked") == "nan":
+        raise NotJudged("it declares NaN for a query that sees no key")
+    takes_the_dtype(attention, (q, k, v, mask))
+    q, k = (-8 - q.abs(), 8 + k.abs()) if low else (q, k)  # every score below -50
+    finite(attention(q, k, v, _blinded(mask, blind)))
 
 
 @clause(
@@ -423,3 +486,123 @@ def takes_unbatched_input(attention, q, k, v, mask):
     """Without any leading axis, (queries, d_k) gives (queries, d_v), as a batch of one does."""
     mask = mask if mask is None else mask[(0,) * (mask.ndim - 2)]
     close(attention(q, k, v, mask), attention(q[None], k[None], v[None], mask)[0])
+
+
+# ---------------------------------------------------------------------------------------------------- whatever the size
+
+
+@clause(
+    ATTENTION,
+    given(
+        k=_QK["k"],
+        q=tensors("*batch queries d_k", ("zeros",)),
+        v=tensors("*batch keys d_v", NONZERO),
+        mask=masks(("all", "none", "random", "random")),
+    ),
+    sizes={ATTENTION: _LONG},
+    cases={_of_size(size): size.__eq__ for size in _LONG},
+    level="should",
+    enough=20,
+    catches="the tail of a block of keys or queries is dropped, or counted twice; padding takes part",
+    source="practice: kernels work in blocks, and lengths are not multiples of them",
+)
+def zero_queries_average_at_any_length(attention, q, k, v, mask):
+    """However many queries and keys there are, queries of zeros average the values they see."""
+    close(attention(q, k, v, mask), _mean_of_the_visible(mask, q, k, v))
+
+
+@clause(
+    ATTENTION,
+    given(
+        q=tensors("*batch queries d_k", ("plain", *MODERATE)),
+        k=tensors("*batch keys d_k", ("plain", *MODERATE)),
+        v=tensors("*batch keys d_v", ("plain", *MODERATE)),
+        mask=masks(_ANY_MASK),
+    ),
+    sizes={ATTENTION: _LONG},
+    cases={_of_size(size): size.__eq__ for size in _LONG},
+    level="should",
+    enough=20,
+    catches="a running sum that is not rescaled from block to block; queries beyond a block see others' scores",
+    source="practice: kernels work in blocks, and lengths are not multiples of them",
+)
+def reversing_queries_and_keys_at_any_length(attention, q, k, v, mask):
+    """However many queries and keys there are, reversing queries, keys and values, and the mask alike, reverses the
+    outputs and changes nothing else."""
+    reversed_mask = None if mask is None else mask.flip(-2, -1)
+    output = attention(q.flip(-2), k.flip(-2), v.flip(-2), reversed_mask)
+    close(output, attention(q, k, v, mask).map(lambda t: t.flip(-2)))
+
+
+@clause(
+    ATTENTION,
+    given(**_QKV, mask=masks(("one key",))),
+    where=lambda s: s.keys > 30,
+    sizes=BLOCK_SIZES,
+    cases={_of_size(size): size.__eq__ for size in BLOCK_SIZES[ATTENTION] if size.keys > 30},
+    level="should",
+    enough=20,
+    catches="the running maximum of a block that is hidden as a whole: -inf minus -inf",
+    source="practice: a window, or padding on the left, hides whole blocks",
+)
+def one_visible_key_of_hundreds_returns_its_value(attention, q, k, v, mask):
+    """Among hundreds of keys too, the value of the one that a query sees is returned bit for bit: blocks that are
+    hidden as a whole change nothing."""
+    bit_equal(attention(q, k, v, mask), _visible(mask, q, k).double() @ v.double())
+
+
+@clause(
+    ATTENTION,
+    given(q=tensors("*batch queries d_k", NONZERO), k=tensors("*batch keys d_k", NONZERO), mask=masks(_OPEN)),
+    sizes={ATTENTION: tuple(Size(batch=(1,), queries=2, keys=3, d_k=d_k, d_v=1) for d_k in _HEAD_SIZES)},
+    cases={f"d_k {d_k}": lambda s, d_k=d_k: s.d_k == d_k for d_k in _HEAD_SIZES},
+    level="should",
+    enough=20,
+    catches="the square root of a size that was padded or rounded; features beyond a block left out",
+    source="practice: heads have 64, 80 or 128 features, and kernels pad them",
+)
+def scale_holds_for_any_head_size(attention, q, k, mask):
+    """Scores are q . k / sqrt(d_k) whether d_k is odd, large or not a multiple of anything."""
+    close(attention(q, k, _identity(k), mask), _scores(q, k).softmax(-1))
+
+
+@clause(
+    ATTENTION,
+    given(
+        q=tensors("*batch queries d_k", NONZERO),
+        k=tensors("*batch keys d_k", NONZERO),
+        v=tensors("*batch keys d_v", NONZERO),
+        mask=masks(("random", "one key", "none")),
+    ),
+    sizes={ATTENTION: _COINCIDING},
+    cases={_of_size(size): size.__eq__ for size in _COINCIDING},
+    level="should",
+    enough=20,
+    catches="axes told apart by their lengths; a path of its own for one query",
+    source="practice: as many heads as tokens, as many keys as features; a decoder asks one query at a time",
+)
+def every_example_alone_where_sizes_coincide(attention, q, k, v, mask):
+    """Where leading axes, queries, keys and features are equally many, or queries come alone, every example has the
+    result it has by itself."""
+    whole = attention(q, k, v, mask)
+    for example in product(*map(range, q.shape[:-2])):
+        at = tuple(slice(i, i + 1) for i in example)
+        of_it = mask[at] if mask is not None and mask.ndim > 2 else mask
+        close(attention(q[at], k[at], v[at], of_it), whole[at])
+
+
+@clause(
+    ATTENTION,
+    given(**_QK, mask=masks(("none", "all"))),
+    sizes=LONG_SIZES,
+    level="should",
+    dtype="bfloat16",
+    enough=6,
+    catches="exponentials, or weighted values, are summed in bfloat16: from 256 on, adding 1 changes nothing",
+    source="practice: contexts of thousands of tokens",
+)
+def thousands_of_weights_sum_to_one_in_bfloat16(attention, q, k, mask):
+    """In bfloat16 too, the probabilities of thousands of keys sum to 1: with every value 1, every output is 1."""
+    ones = torch.ones(*k.shape[:-1], 1, dtype=k.dtype)
+    takes_the_dtype(attention, (q, k, ones, mask))
+    close(attention(q, k, ones, mask), 1.0)

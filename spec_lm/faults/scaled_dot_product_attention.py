@@ -1,6 +1,8 @@
 """Faults of attention: the mask, the scale, the softmax, the values, and what a call leaves behind."""
 
+import os
 from math import sqrt
+from typing import Any
 
 import torch
 
@@ -198,7 +200,7 @@ def first_mask_row_for_all_queries(query, key, value, mask=None):
     ATTENTION,
     family="mask",
     does="every example gets the mask of the first",
-    detected_by=("masked_weights_are_zero", "agrees_with_the_oracle"),
+    detected_by=("zero_queries_average_the_visible_values", "agrees_with_the_oracle"),
     mistake="One mask was enough while all sequences had one length.",
 )
 def first_mask_for_all_examples(query, key, value, mask=None):
@@ -255,6 +257,110 @@ def causal_mask_realigned(query, key, value, mask=None):
     return attend(query, key, value, torch.ones_like(mask).tril(key.shape[-2] - query.shape[-2]))
 
 
+@fault(
+    ATTENTION,
+    family="mask",
+    does="the key of a query's own number is always shown",
+    detected_by=("masked_weights_are_zero", "one_visible_key_returns_its_value"),
+    mistake="It keeps rows from being empty, and shows padding to itself.",
+)
+def own_key_always_shown(query, key, value, mask=None):
+    if mask is not None:
+        mask = mask | torch.eye(*mask.shape[-2:], dtype=torch.bool)
+    return attend(query, key, value, mask)
+
+
+@fault(
+    ATTENTION,
+    family="mask",
+    does="the mask is added as 0 and -inf, made by a product: 0 * -inf is NaN where a key is seen",
+    detected_by=("all_true_mask_equals_no_mask", "masked_rows_sum_to_one"),
+    mistake="(1 - mask) * -1e9 with the number made larger.",
+)
+def infinity_times_the_mask(query, key, value, mask=None):
+    scores = _scores(query, key)
+    return (scores if mask is None else scores + (~mask).to(scores.dtype) * -torch.inf).softmax(-1) @ value
+
+
+@fault(
+    ATTENTION,
+    family="mask",
+    kind="mask_lost_without_gradients",
+    does="the mask is ignored under no_grad",
+    detected_by="grad_mode_changes_nothing",
+    mistake="A fast path for inference has no argument for the mask.",
+    report="pytorch/pytorch#106630",
+)
+def mask_ignored_without_gradients(query, key, value, mask=None):
+    return attend(query, key, value, mask if torch.is_grad_enabled() else None)
+
+
+@fault(
+    ATTENTION,
+    family="mask",
+    does="head and query are exchanged in a mask that has as many of either",
+    detected_by="every_example_alone_where_sizes_coincide",
+    mistake="A mask for each head, mapped over the wrong axis.",
+    report="patrick-kidger/equinox#190",
+)
+def mask_axes_exchanged(query, key, value, mask=None):
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] == mask.shape[-2]:
+        mask = mask.transpose(-3, -2)
+    return attend(query, key, value, mask)
+
+
+@fault(
+    ATTENTION,
+    family="mask",
+    does="a mask of fewer axes is aligned to the first axis of the scores, not to the last",
+    detected_by="broadcasts_a_mask_of_fewer_axes",
+    mistake="mask[:, None] suits a mask an example; it makes another of a mask a head.",
+)
+def mask_aligned_to_the_first_axis(query, key, value, mask=None):
+    while mask is not None and 2 < mask.ndim < query.ndim:
+        mask = mask.unsqueeze(-3)
+    return attend(query, key, value, mask)
+
+
+@fault(
+    ATTENTION,
+    family="mask",
+    does="a mask of one row is that of the first query; the others see everything",
+    detected_by="broadcasts_a_mask_over_queries",
+    mistake="A padding mask is copied into the first row of a mask of ones.",
+)
+def mask_row_for_the_first_query(query, key, value, mask=None):
+    if mask is not None and mask.shape[-2] == 1:
+        mask = torch.nn.functional.pad(mask, (0, 0, 0, query.shape[-2] - 1), value=True)
+    return attend(query, key, value, mask)
+
+
+@fault(
+    ATTENTION,
+    family="signature",
+    does="a mask must have two axes, or all",
+    detected_by="broadcasts_a_mask_of_fewer_axes",
+    mistake="A check of the caller's shapes, stricter than the sum that follows.",
+)
+def mask_needs_every_axis(query, key, value, mask=None):
+    if mask is not None and mask.ndim not in (2, query.ndim):
+        raise ValueError(f"expected a mask of 2 or {query.ndim} axes, got {mask.ndim}")
+    return attend(query, key, value, mask)
+
+
+@fault(
+    ATTENTION,
+    family="signature",
+    does="a mask must have a row for each query",
+    detected_by="broadcasts_a_mask_over_queries",
+    mistake="A check of the caller's shapes, stricter than the sum that follows.",
+)
+def mask_needs_every_row(query, key, value, mask=None):
+    if mask is not None and mask.shape[-2] != query.shape[-2]:
+        raise ValueError(f"expected a mask of {query.shape[-2]} rows, got {mask.shape[-2]}")
+    return attend(query, key, value, mask)
+
+
 # ----------------------------------------------------------------------------------------- a query that sees nothing
 
 
@@ -305,6 +411,60 @@ def example_skipped_for_a_blind_query(query, key, value, mask=None):
     if mask is None:
         return output
     return output.masked_fill((~mask.any(-1, keepdim=True)).any(-2, keepdim=True), 0.0)
+
+
+@fault(
+    ATTENTION,
+    family="mask",
+    kind="nan_for_a_blind_query",
+    does="a query that sees no key gets 0 / 0 under no_grad",
+    detected_by="query_that_sees_nothing_follows_the_convention",
+    mistake="A fast path for inference with a softmax of its own.",
+    report="pytorch/pytorch#190486",
+)
+def nan_for_a_blind_query_without_gradients(query, key, value, mask=None):
+    return (attend if torch.is_grad_enabled() else _filling)(query, key, value, mask)
+
+
+@fault(
+    ATTENTION,
+    family="mask",
+    does="the smallest number is added for a hidden key and for a hidden query: together -inf, and NaN",
+    detected_by="query_that_sees_nothing_follows_the_convention",
+    mistake="Two masks, each made with finfo.min, are added up.",
+    report="NVIDIA-NeMo/Automodel#2658",
+)
+def smallest_number_added_twice(query, key, value, mask=None):
+    if mask is None:
+        return attend(query, key, value)
+    smallest, blind = torch.finfo(query.dtype).min, ~mask.any(-1, keepdim=True)
+    added = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(~mask, smallest)
+    return (_scores(query, key) + (added + blind * smallest)).softmax(-1) @ value
+
+
+@fault(
+    ATTENTION,
+    family="mask",
+    does="the smallest number is added to hidden scores: in float16 it overflows, and NaN comes of a row of -inf",
+    detected_by=("query_that_sees_nothing_stays_finite_in_float16", "query_that_sees_nothing_follows_the_convention"),
+    mistake="In float32 nothing is large enough to matter beside finfo.min.",
+    report="huggingface/transformers#17306",
+)
+def smallest_number_added(query, key, value, mask=None):
+    added = 0.0 if mask is None else torch.finfo(query.dtype).min * (~mask).to(query.dtype)
+    return (_scores(query, key) + added).softmax(-1) @ value
+
+
+@fault(
+    ATTENTION,
+    family="mask",
+    does="a query whose first key is hidden is taken for one that sees nothing",
+    detected_by=("masked_rows_sum_to_one", "one_visible_key_returns_its_value"),
+    mistake="Where padding is always on the right, the first key tells.",
+)
+def blind_by_its_first_key(query, key, value, mask=None):
+    output = attend(query, key, value, mask)
+    return output if mask is None else output.masked_fill(~mask[..., :1], 0.0)
 
 
 # ------------------------------------------------------------------------------------------------ leading axes, shapes
@@ -364,6 +524,90 @@ def float64_returned(query, key, value, mask=None):
     return attend(query.double(), key.double(), value.double(), mask)
 
 
+@fault(
+    ATTENTION,
+    family="signature",
+    does="a result of half precision is returned in float32",
+    kind="float32_returned",
+    detected_by=(
+        "agrees_with_the_oracle_in_bfloat16",
+        "agrees_with_the_oracle_in_float16",
+        "large_half_scores_stay_finite",
+    ),
+    mistake="Widened for the softmax, never narrowed again.",
+)
+def float32_returned_for_half(query, key, value, mask=None):
+    output = attend(query, key, value, mask)
+    return output.to(torch.promote_types(output.dtype, torch.float32))
+
+
+@fault(
+    ATTENTION,
+    family="batch",
+    does="with one query every example attends to the keys and values of the first",
+    detected_by="every_example_alone_where_sizes_coincide",
+    mistake="The path for one new token forgets the batch.",
+    report="ml-explore/mlx#3494",
+)
+def lone_queries_share_keys(query, key, value, mask=None):
+    if query.shape[-2] == 1 and query.ndim > 2:
+        key, value = (each[:1].expand_as(each) for each in (key, value))
+    return attend(query, key, value, mask)
+
+
+@fault(
+    ATTENTION,
+    family="boundary",
+    does="examples are worked on in pairs, and an odd one is left out",
+    detected_by="rows_of_a_batch_are_independent",
+    mistake="len(batch) // 2 pairs.",
+)
+def odd_example_left_out(query, key, value, mask=None):
+    output = attend(query, key, value, mask)
+    if query.ndim > 2 and len(query) % 2:
+        output[-1] = 0
+    return output
+
+
+@fault(
+    ATTENTION,
+    family="boundary",
+    kind="empty_batch_fails",
+    does="examples are stacked one by one, and none cannot be stacked",
+    detected_by="empty_batch_gives_an_empty_result",
+    mistake="An empty batch was never met in training.",
+    report="pytorch/pytorch#174939",
+)
+def examples_stacked_one_by_one(query, key, value, mask=None):
+    if query.ndim == 2:
+        return attend(query, key, value, mask)
+    masks = [mask] * len(query) if mask is None or mask.ndim < query.ndim else mask.expand(len(query), *mask.shape[1:])
+    return torch.stack([attend(*each) for each in zip(query, key, value, masks, strict=True)])
+
+
+@fault(
+    ATTENTION,
+    family="axis",
+    does="keys are not transposed where there are as many as features",
+    detected_by=("permuting_keys_changes_nothing", "agrees_with_the_oracle"),
+    mistake="Shapes that fit already are left as they are.",
+)
+def square_keys_not_transposed(query, key, value, mask=None):
+    return attend(query, key.mT if key.shape[-2] == key.shape[-1] else key, value, mask)
+
+
+@fault(
+    ATTENTION,
+    family="axis",
+    does="the softmax runs over the third axis, whatever the number of axes",
+    detected_by="takes_any_number_of_leading_axes",
+    mistake="dim=2 is right for one leading axis alone.",
+    report="PetrochukM/PyTorch-NLP#2",
+)
+def softmax_over_the_third_axis(query, key, value, mask=None):
+    return _filled(_scores(query, key), mask, -1e9).softmax(2) @ value
+
+
 # ----------------------------------------------------------------------------------------------------------- the scale
 
 
@@ -416,13 +660,63 @@ def scale_of_the_values(query, key, value, mask=None):
     ATTENTION,
     family="scale",
     does="the scale is taken from d_k padded to a power of two",
-    detected_by=("scale_is_one_over_the_square_root_of_d_k", "agrees_with_the_oracle"),
+    detected_by=("scale_holds_for_any_head_size", "agrees_with_the_oracle"),
     mistake="The kernel pads heads, and asks the padded tensor for its size.",
     report="intel/ipex-llm#12619",
 )
 def scale_of_the_padded_size(query, key, value, mask=None):
     d_k = query.shape[-1]
     return _scaled(query, key, value, mask, sqrt(d_k / 2 ** (d_k - 1).bit_length()))
+
+
+@fault(
+    ATTENTION,
+    family="scale",
+    kind="scale_of_the_padded_size",
+    does="the scale of heads beyond 64 features is taken from a size padded to a multiple of 64",
+    detected_by="scale_holds_for_any_head_size",
+    mistake="The kernel pads heads, and asks the padded tensor for its size; 64 and 128 hide it.",
+    report="intel/ipex-llm#12619",
+)
+def scale_of_the_padded_large_head(query, key, value, mask=None):
+    d_k = query.shape[-1]
+    return _scaled(query, key, value, mask, sqrt(d_k / (-(-d_k // 64) * 64)) if d_k > 64 else 1.0)
+
+
+@fault(
+    ATTENTION,
+    family="scale",
+    does="the scale is taken from the number of keys",
+    detected_by=("scale_is_one_over_the_square_root_of_d_k", "agrees_with_the_oracle"),
+    mistake="shape[-2] for shape[-1]; the same where there are as many keys as features.",
+)
+def scale_of_the_number_of_keys(query, key, value, mask=None):
+    return _scaled(query, key, value, mask, sqrt(query.shape[-1] / key.shape[-2]))
+
+
+@fault(
+    ATTENTION,
+    family="scale",
+    kind="unscaled_on_one_route",
+    does="scores are scaled where there is a mask only",
+    detected_by=("all_true_mask_equals_no_mask", "scale_is_one_over_the_square_root_of_d_k"),
+    mistake="One of two routes is not kept up to date.",
+    report="mlc-ai/mlc-llm#3426",
+)
+def unscaled_without_a_mask(query, key, value, mask=None):
+    return _scaled(query, key, value, mask, sqrt(query.shape[-1]) if mask is None else 1.0)
+
+
+@fault(
+    ATTENTION,
+    family="scale",
+    does="the scale is rounded to bfloat16",
+    detected_by=("scale_is_one_over_the_square_root_of_d_k", "agrees_with_the_oracle"),
+    mistake="A constant takes the dtype of the model; for 4, 16 and 64 features it is exact.",
+)
+def scale_in_bfloat16(query, key, value, mask=None):
+    scale = 1 / sqrt(query.shape[-1])
+    return _scaled(query, key, value, mask, torch.tensor(scale).bfloat16().item() / scale)
 
 
 @fault(
@@ -483,6 +777,85 @@ def no_maximum_subtracted(query, key, value, mask=None):
 def maximum_of_all_scores(query, key, value, mask=None):
     scores = _filled(_scores(query, key), mask, -torch.inf)
     exponentials = (scores - scores.max()).exp()
+    return exponentials @ value / exponentials.sum(-1, keepdim=True)
+
+
+@fault(
+    ATTENTION,
+    family="overflow",
+    kind="no_maximum_subtracted",
+    does="no maximum is subtracted in half precision",
+    detected_by="large_half_scores_stay_finite",
+    mistake="A kernel for each dtype, and one of them without it.",
+)
+def no_maximum_in_half(query, key, value, mask=None):
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return attend(query, key, value, mask)
+    exponentials = _filled(_scores(query.float(), key.float()).to(query.dtype), mask, -torch.inf).exp()
+    return exponentials / exponentials.sum(-1, keepdim=True) @ value
+
+
+@fault(
+    ATTENTION,
+    family="overflow",
+    does="the maximum of the first two scores is subtracted",
+    detected_by=("large_scores_stay_finite", "large_half_scores_stay_finite"),
+    mistake="A running maximum that does not run.",
+)
+def maximum_of_the_first_block(query, key, value, mask=None):
+    scores = _scores(query, key)
+    exponentials = _filled(scores - scores[..., :2].amax(-1, keepdim=True), mask, -torch.inf).exp()
+    return exponentials @ value / exponentials.sum(-1, keepdim=True)
+
+
+@fault(
+    ATTENTION,
+    family="overflow",
+    kind="inputs_clamped",
+    does="scores are clamped to -50 .. 50",
+    detected_by="large_scores_stay_finite",
+    mistake="It keeps exp finite, and makes all large scores equal.",
+)
+def scores_clamped(query, key, value, mask=None):
+    return _filled(_scores(query, key).clamp(-50, 50), mask, -torch.inf).softmax(-1) @ value
+
+
+@fault(
+    ATTENTION,
+    family="overflow",
+    does="masked scores are filled with -1e9 in the dtype of the input: float16 has no such number",
+    detected_by=("agrees_with_the_oracle_in_float16", "large_half_scores_stay_finite"),
+    mistake="A constant that was fine in float32.",
+    report="google/flax#982",
+)
+def fill_beyond_half(query, key, value, mask=None):
+    output = _filling(query, key, value, mask, fill=-1e9)
+    return output if mask is None else output.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+
+
+@fault(
+    ATTENTION,
+    family="formula",
+    kind="soft_cap",
+    does="scores are capped: 30 tanh(score / 30)",
+    detected_by=("large_scores_stay_finite", "scale_is_one_over_the_square_root_of_d_k"),
+    mistake="Another model's soft cap; small scores hardly show it.",
+)
+def scores_capped(query, key, value, mask=None):
+    return _filled(30 * (_scores(query, key) / 30).tanh(), mask, -torch.inf).softmax(-1) @ value
+
+
+@fault(
+    ATTENTION,
+    family="formula",
+    kind="exp_approximated",
+    does="exp(x) is approximated by (1 + x/1024)^1024",
+    detected_by=("scale_is_one_over_the_square_root_of_d_k", "agrees_with_the_oracle"),
+    mistake="Good to three digits near 0.",
+)
+def exp_by_squaring(query, key, value, mask=None):
+    scores = _filled(_scores(query, key), mask, -torch.inf)
+    exponentials = (1 + (scores - scores.amax(-1, keepdim=True)) / 1024).clamp(min=0) ** 1024
     return exponentials @ value / exponentials.sum(-1, keepdim=True)
 
 
@@ -619,6 +992,129 @@ def last_keys_left_out(query, key, value, mask=None):
     return attend(query, key[..., :kept, :], value[..., :kept, :], None if mask is None else mask[..., :kept])
 
 
+# Short sequences take another route in the faults that follow, so that only long ones show them.
+
+
+@fault(
+    ATTENTION,
+    family="boundary",
+    kind="running_sum_not_rescaled",
+    does="the running sum is not rescaled from one block of 32 keys to the next",
+    detected_by="reversing_queries_and_keys_at_any_length",
+    mistake="Nothing shows while there is one block, or the first holds the maximum.",
+)
+def running_sum_not_rescaled_in_blocks_of_32(query, key, value, mask=None):
+    if key.shape[-2] <= 32:
+        return attend(query, key, value, mask)
+    return _blockwise(query, key, value, mask, rescale=False, block=32)
+
+
+@fault(
+    ATTENTION,
+    family="mask",
+    kind="masked_block_gives_nan",
+    does="NaN where the first 64 of more keys are masked",
+    detected_by="one_visible_key_of_hundreds_returns_its_value",
+    mistake="exp(-inf - -inf): the running maximum is still -inf.",
+    report="pytorch/pytorch#127055",
+)
+def masked_block_of_64_gives_nan(query, key, value, mask=None):
+    if key.shape[-2] <= 64:
+        return attend(query, key, value, mask)
+    return _blockwise(query, key, value, mask, guard=False, block=64)
+
+
+@fault(
+    ATTENTION,
+    family="boundary",
+    kind="padding_takes_part",
+    does="more than 64 keys are padded to a multiple of 64, and the padding takes part",
+    detected_by=("zero_queries_average_at_any_length", "any_length"),
+    mistake="A partial block must be masked: the score of a padded key is 0, not -inf.",
+    report="66RING/tiny-flash-attention#12",
+)
+def padded_keys_of_large_blocks_take_part(query, key, value, mask=None):
+    missing = -key.shape[-2] % 64 if key.shape[-2] > 64 else 0
+    key, value = (torch.nn.functional.pad(each, (0, 0, 0, missing)) for each in (key, value))
+    mask = None if mask is None else torch.nn.functional.pad(mask, (0, missing), value=True)
+    return attend(query, key, value, mask)
+
+
+def _with_keys(query, key, value, mask, chosen):
+    """Attention over the keys of these numbers."""
+    return attend(query, key[..., chosen, :], value[..., chosen, :], None if mask is None else mask[..., chosen])
+
+
+@fault(
+    ATTENTION,
+    family="boundary",
+    kind="tail_left_out",
+    does="of more than 64 keys those after the last whole block of 64 are left out",
+    detected_by=("zero_queries_average_at_any_length", "reversing_queries_and_keys_at_any_length"),
+    mistake="The loop runs over keys // 64 blocks.",
+    report="66RING/tiny-flash-attention#12",
+)
+def keys_after_whole_blocks_left_out(query, key, value, mask=None):
+    keys = key.shape[-2]
+    return _with_keys(query, key, value, mask, torch.arange(keys // 64 * 64 if keys > 64 else keys))
+
+
+@fault(
+    ATTENTION,
+    family="boundary",
+    kind="tail_counted_twice",
+    does="of more than 512 keys the last block reaches back to be whole, and counts what it shares twice",
+    detected_by=("zero_queries_average_at_any_length", "reversing_queries_and_keys_at_any_length"),
+    mistake="An overlap is harmless where a block is copied, not where it is summed.",
+)
+def last_block_of_512_overlaps(query, key, value, mask=None):
+    keys = key.shape[-2]
+    if keys <= 512 or not keys % 512:
+        return attend(query, key, value, mask)
+    blocks = torch.cat((torch.arange(keys // 512 * 512), torch.arange(keys - 512, keys)))
+    return _with_keys(query, key, value, mask, blocks)
+
+
+@fault(
+    ATTENTION,
+    family="boundary",
+    kind="tail_left_out",
+    does="keys from 4096 on are left out",
+    detected_by=("zero_queries_average_at_any_length", "long_rows"),
+    mistake="The buffer was made for the longest context of another model.",
+)
+def keys_beyond_4096_left_out(query, key, value, mask=None):
+    return _with_keys(query, key, value, mask, torch.arange(min(4096, key.shape[-2])))
+
+
+@fault(
+    ATTENTION,
+    family="boundary",
+    kind="tail_left_out",
+    does="of more than 64 queries those after the last whole block of 64 get zeros",
+    detected_by=("zero_queries_average_at_any_length", "reversing_queries_and_keys_at_any_length"),
+    mistake="The output is allocated whole, and filled block by block.",
+)
+def queries_after_whole_blocks_get_zeros(query, key, value, mask=None):
+    output, queries = attend(query, key, value, mask), query.shape[-2]
+    if queries > 64:
+        output[..., queries // 64 * 64 :, :] = 0
+    return output
+
+
+@fault(
+    ATTENTION,
+    family="boundary",
+    kind="tail_left_out",
+    does="features of queries and keys from 64 on are left out",
+    detected_by="scale_holds_for_any_head_size",
+    mistake="The kernel was written for heads of 64.",
+)
+def features_beyond_64_left_out(query, key, value, mask=None):
+    d_k = query.shape[-1]
+    return _scaled(query[..., :64], key[..., :64], value, mask, sqrt(min(64, d_k) / d_k))
+
+
 # ---------------------------------------------------------------------------------------------------------- the values
 
 
@@ -711,6 +1207,106 @@ def float16_scores(query, key, value, mask=None):
     return _filled(scores, mask, -torch.inf).softmax(-1).to(value.dtype) @ value
 
 
+@fault(
+    ATTENTION,
+    family="precision",
+    kind="bfloat16_inside",
+    does="scores are rounded to bfloat16 before the softmax",
+    detected_by=("scale_is_one_over_the_square_root_of_d_k", "agrees_with_the_oracle"),
+    mistake="The softmax runs in the dtype of the model, not of its input.",
+)
+def scores_in_bfloat16(query, key, value, mask=None):
+    return _filled(_rounded(_scores(query, key)), mask, -torch.inf).softmax(-1) @ value
+
+
+def tf32(tensor):
+    """float32 with the 11 bits that a TF32 product keeps of each factor; other dtypes as they are."""
+    if tensor.dtype != torch.float32:
+        return tensor
+    bits = tensor.contiguous().view(torch.int32)
+    return ((bits + 2**12) & -(2**13)).view(torch.float32)
+
+
+@fault(
+    ATTENTION,
+    family="precision",
+    kind="tf32_inside",
+    does="products are those of TF32, which nobody declared",
+    detected_by=("scale_is_one_over_the_square_root_of_d_k", "agrees_with_the_oracle"),
+    mistake="A default of some device, which keeps 11 bits of each factor.",
+)
+def tf32_products(query, key, value, mask=None):
+    scores = _filled(_scores(tf32(query), tf32(key)), mask, -torch.inf)
+    return tf32(scores.softmax(-1)) @ tf32(value)
+
+
+@fault(
+    ATTENTION,
+    family="precision",
+    does="the denominator's reciprocal is rounded to bfloat16",
+    detected_by=("masked_rows_sum_to_one", "zero_queries_average_the_visible_values"),
+    mistake="A fast reciprocal without the step that corrects it.",
+)
+def reciprocal_in_bfloat16(query, key, value, mask=None):
+    scores = _filled(_scores(query, key), mask, -torch.inf)
+    exponentials = (scores - scores.amax(-1, keepdim=True)).exp()
+    return exponentials * _rounded(1 / exponentials.sum(-1, keepdim=True)) @ value
+
+
+def _summed(terms):
+    """The sum along the last axis, one term after the other in their own dtype."""
+    total = terms[..., 0]
+    for number in range(1, terms.shape[-1]):
+        total = total + terms[..., number]
+    return total
+
+
+@fault(
+    ATTENTION,
+    family="precision",
+    kind="summed_in_the_input_dtype",
+    does="the denominator is summed one by one in the dtype of the input",
+    detected_by=("thousands_of_weights_sum_to_one_in_bfloat16", "long_rows_in_bfloat16"),
+    mistake="Adding 1 to 256 in bfloat16 changes nothing.",
+    report="huggingface/candle#3727",
+)
+def denominator_in_the_input_dtype(query, key, value, mask=None):
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return attend(query, key, value, mask)
+    scores = _filled(_scores(query.float(), key.float()), mask, -torch.inf)
+    exponentials = (scores - scores.amax(-1, keepdim=True)).exp()
+    total = _summed(exponentials.to(query.dtype)).float()[..., None]
+    return (exponentials / total @ value.float()).to(query.dtype)
+
+
+@fault(
+    ATTENTION,
+    family="precision",
+    kind="summed_in_the_input_dtype",
+    does="weighted values are summed one by one in the dtype of the input",
+    detected_by="thousands_of_weights_sum_to_one_in_bfloat16",
+    mistake="A product of matrices is summed in float32; a loop is not.",
+)
+def values_summed_in_the_input_dtype(query, key, value, mask=None):
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return attend(query, key, value, mask)
+    weights = _filled(_scores(query.float(), key.float()), mask, -torch.inf).softmax(-1).to(query.dtype)
+    return _summed((weights[..., None, :] * value.mT[..., None, :, :]).nan_to_num())
+
+
+@fault(
+    ATTENTION,
+    family="precision",
+    kind="float32_inside",
+    does="float64 is computed in float32",
+    detected_by="agrees_with_the_oracle_in_float64",
+    mistake="A cast to float32 that was meant for half precision.",
+    no_invariant="To float32's accuracy every relation holds: only more digits of the right value tell.",
+)
+def float32_inside(query, key, value, mask=None):
+    return attend(query.float(), key.float(), value.float(), mask).to(query.dtype)
+
+
 # --------------------------------------------------------------------------------------- memory, and what a call leaves
 
 
@@ -728,6 +1324,51 @@ def _walked(tensor):
 )
 def strides_ignored(query, key, value, mask=None):
     return attend(_walked(query), _walked(key), _walked(value), mask)
+
+
+def _following(tensor):
+    """As many elements as follow one another in memory, from its start again where it ends."""
+    memory = tensor.new_empty(0).set_(tensor.untyped_storage())
+    return memory[(tensor.storage_offset() + torch.arange(tensor.numel())) % len(memory)].reshape(tensor.shape)
+
+
+@fault(
+    ATTENTION,
+    family="layout",
+    kind="strides_ignored",
+    does="memory is walked as if the mask were contiguous",
+    detected_by="any_memory_layout",
+    mistake="Q, K and V are made contiguous before the kernel, the mask is not.",
+    report="pytorch/pytorch#181133",
+)
+def mask_strides_ignored(query, key, value, mask=None):
+    return attend(query, key, value, None if mask is None else _following(mask))
+
+
+@fault(
+    ATTENTION,
+    family="layout",
+    kind="offset_ignored",
+    does="a query that is contiguous is read from the start of its memory",
+    detected_by="any_memory_layout",
+    mistake="A pointer to the storage for one to the tensor.",
+)
+def query_offset_ignored(query, key, value, mask=None):
+    start = query.as_strided(query.shape, query.stride(), 0) if query.is_contiguous() else query
+    return attend(start, key, value, mask)
+
+
+@fault(
+    ATTENTION,
+    family="arguments",
+    does="keys are centered in place, which changes no result",
+    detected_by="does_not_change_its_arguments",
+    mistake="The softmax does not see it; the caller does.",
+)
+def keys_centered_in_place(query, key, value, mask=None):
+    output = attend(query, key, value, mask)
+    key -= key.mean(-2, keepdim=True)
+    return output
 
 
 @fault(
@@ -781,6 +1422,59 @@ _KEYS: dict[torch.Size, torch.Tensor] = {}
 )
 def keys_kept_by_shape(query, key, value, mask=None):
     return attend(query, _KEYS.setdefault(key.shape, key.clone()), value, mask)
+
+
+_RESULTS: dict[Any, torch.Tensor] = {}
+
+
+@fault(
+    ATTENTION,
+    family="memory",
+    kind="result_buffer_reused",
+    does="all results of one shape are written to the same memory",
+    detected_by="has_no_memory",
+    mistake="A buffer saves an allocation until two results are wanted at once.",
+)
+def result_buffer_reused(query, key, value, mask=None):
+    output = attend(query, key, value, mask).detach()
+    return _RESULTS.setdefault((output.shape, output.dtype), torch.empty_like(output)).copy_(output)
+
+
+@fault(
+    ATTENTION,
+    family="memory",
+    does="noise of a thousandth is multiplied to the output",
+    detected_by=("the_global_random_state_decides_nothing", "has_no_memory"),
+    mistake="Noise for training that evaluation does not switch off.",
+)
+def noise_of_a_thousandth(query, key, value, mask=None):
+    output = attend(query, key, value, mask)
+    return output * (1 + 1e-3 * torch.randn_like(output))
+
+
+@fault(
+    ATTENTION,
+    family="global_state",
+    kind="seed_set",
+    does="a seed is set in every call",
+    detected_by="leaves_the_global_random_state_alone",
+    mistake="For repeatable results; everything else that draws repeats itself too.",
+)
+def seed_set(query, key, value, mask=None):
+    torch.manual_seed(0)
+    return attend(query, key, value, mask)
+
+
+@fault(
+    ATTENTION,
+    family="global_state",
+    does="an environment variable is set for good",
+    detected_by="leaves_global_settings_alone",
+    mistake="What one kernel asks for is asked of all libraries of the process, and of its children.",
+)
+def environment_changed(query, key, value, mask=None):
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    return attend(query, key, value, mask)
 
 
 @fault(
