@@ -423,11 +423,11 @@ class Noise:
 
     def rounded(self, y: np.ndarray, u: float | None = None) -> np.ndarray:
         """y (1 + u xi): one rounding to the result's dtype, or to the roundoff given."""
-        return y * self._next(_rounding_pool(self.a.u if u is None else u), y.shape)
+        return y * self._next(_rounding_pool(self.a.u if u is None else u), y.shape[1:])
 
     def spread(self, y: np.ndarray, size: np.ndarray | float) -> np.ndarray:
         """y + size xi: an error that is not relative to y."""
-        return y + size * self._next(_pool(), y.shape)
+        return y + size * self._next(_pool(), y.shape[1:])
 
     def summed(self, y: np.ndarray, size: np.ndarray, terms: int) -> np.ndarray:
         """A sum of products of magnitude sum|a||b| = size: v sqrt(terms) size xi, then rounded.
@@ -437,8 +437,11 @@ class Noise:
         return self.spread(self.rounded(y), (self.a.v * sqrt(terms) + self.a.product) * size + self.a.product_eta)
 
     def _next(self, pool: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """The next numbers of the pool, anew for each sample, from its beginning again when it is used up."""
-        shape = (SAMPLES, *shape[1:])
+        """Numbers for an array of this shape, anew for each sample."""
+        return self.taken(pool, (SAMPLES, *shape))
+
+    def taken(self, pool: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """The next numbers of the pool, from its beginning again when it is used up."""
         size, start = prod(shape), self.used
         self.used = (start + size) % pool.size
         if start + size <= pool.size:

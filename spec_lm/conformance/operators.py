@@ -377,18 +377,21 @@ class Checked:
         except Raised:  # its forward pass is judged without gradients
             return {}
         self._judge(result, arguments)
-        arrived = _arrived(result, leaves, handed)
+        call.gradients = self._with_bounds(_arrived(result, leaves, handed), arguments, cotangent)
+        return call.gradients
 
+    def _with_bounds(
+        self, gradients: Mapping[str, Tensor], arguments: Sequence[Any], cotangent: Tensor
+    ) -> dict[str, Output]:
         @cache
         def bounds() -> dict[str, tuple[np.ndarray, np.ndarray]]:
             numbers, dtype = tuple(map(to_numpy, arguments)), _dtype_name(result_dtype(arguments))
             return bounded_gradients(self.operator.name, numbers, to_numpy(cotangent), dtype, self.conventions)
 
         def output(name: str) -> Output:
-            return self._output(arrived[name], lambda: _to_torch(bounds()[name][1]))
+            return Output(gradients[name], lambda: _to_torch(bounds()[name][1]), self.observe)
 
-        call.gradients = {name: output(name) for name in arrived}
-        return call.gradients
+        return {name: output(name) for name in gradients}
 
     def exact_gradients(self, arguments: Sequence[Any], cotangent: Tensor) -> dict[str, Tensor]:
         """The exact gradients in float64, by the names of `gradients`."""
@@ -397,9 +400,9 @@ class Checked:
         return {name: _to_torch(gradient) for name, gradient in found.items()}
 
     @contextmanager
-    def naming(self, *arguments: Any) -> Iterator[None]:
-        """Where a comparison inside fails, but the result for these arguments is right under other conventions than
-        those declared, say which.
+    def naming(self, *arguments: Any, cotangent: Tensor | None = None) -> Iterator[None]:
+        """Where a comparison inside fails, but the result for these arguments, or its gradients where a cotangent is
+        given, are right under other conventions than those declared, say which.
 
         Raises:
             Violation: names those choices and how to declare them; else what the comparison raised.
@@ -407,7 +410,7 @@ class Checked:
         try:
             yield
         except Violation:
-            choices = self._choices_of(arguments)
+            choices = self._choices_of(arguments, cotangent)
             if not choices:
                 raise
             words = " and ".join(_CHOICES[choice] for choice in choices.values())
@@ -415,21 +418,29 @@ class Checked:
             message = f"this is {words}; if intended, declare spec_lm_conventions = {choices} or {options}"
             raise Violation(message, kind=f"convention {', '.join(choices.values())}") from None
 
-    def _choices_of(self, arguments: tuple[Any, ...]) -> dict[str, str]:
+    def _choices_of(self, arguments: tuple[Any, ...], cotangent: Tensor | None) -> dict[str, str]:
         """The undeclared choices under which the result is right, as few as will do; none where it is right as it is,
         or wrong under all."""
+        again = replace(self, calls=None, observe=lambda ratio: None)
         try:
-            raw = replace(self, calls=None)(*arguments).raw
+            raw = again(*arguments).raw if cotangent is None else _raw(again.gradients(arguments, cotangent))
         except Violation:
             return {}
         for choices in sorted(self._undeclared(), key=len):
-            if replace(self, conventions={**self.conventions, **choices})._explains(raw, arguments):
+            if replace(again, conventions={**self.conventions, **choices})._explains(raw, arguments, cotangent):
                 return choices
         return {}
 
-    def _explains(self, raw: Tensor, arguments: tuple[Any, ...]) -> bool:
+    def _explains(
+        self, raw: Tensor | Mapping[str, Tensor], arguments: tuple[Any, ...], cotangent: Tensor | None
+    ) -> bool:
         try:
-            close(Output(raw, lambda: self._error(arguments)), self.exact(*arguments))
+            if isinstance(raw, Tensor):
+                close(Output(raw, lambda: self._error(arguments)), self.exact(*arguments))
+            elif cotangent is not None:
+                exact = self.exact_gradients(arguments, cotangent)
+                for name, gradient in self._with_bounds(raw, arguments, cotangent).items():
+                    close(gradient, exact[name])
         except Violation:
             return False
         return True
@@ -510,6 +521,10 @@ def _arrived(result: Tensor, leaves: Mapping[str, Tensor], cotangent: Tensor) ->
 
 # What PyTorch says of a step without a backward: an operation, a function, a view that was taken under no_grad.
 _UNDIFFERENTIABLE = ("is not implemented", "must implement either the backward", "does not require grad")
+
+
+def _raw(outputs: Mapping[str, Output]) -> dict[str, Tensor]:
+    return {name: output.raw for name, output in outputs.items()}
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spec_lm.conformance import oracle
-from spec_lm.conformance.bounds import DEVIATIONS, Arithmetic, Noise, angles, arithmetic, pairs, times
+from spec_lm.conformance.bounds import DEVIATIONS, SAMPLES, Arithmetic, Noise, angles, arithmetic, pairs, times
 
 Gradients = dict[str, np.ndarray]
 
@@ -32,7 +32,8 @@ def bounded_gradients(
     """Give the gradient of sum(cotangent * output) with respect to every floating-point argument, and the largest
     error E of a correct one in `dtype`, element by element.
 
-    E = 8 sd + 2u|g| + floor, sd the root mean square deviation of the samples from the exact gradient.
+    E = 8 sd + 2u|g| + floor, sd the root mean square deviation of the samples from the exact gradient, of those in
+    which rows err alike or of those in which they err apart, whichever is larger.
 
     Args:
         operator: its name.
@@ -48,7 +49,7 @@ def bounded_gradients(
     a = arithmetic(dtype, conventions)
     exact = exact_gradients(operator, args, cotangent, conventions)
     with np.errstate(all="ignore"):
-        samples = _GRADIENTS[operator](_Underflowing(a), cotangent[None], *args)
+        samples = _GRADIENTS[operator](_AlikeAndApart(a), cotangent[None], *args)
         return {name: (value, _error(a, dtype, value, samples[name])) for name, value in exact.items()}
 
 
@@ -68,7 +69,8 @@ _LARGEST_FACTOR = 1e6
 def _error(a: Arithmetic, dtype: str, exact: np.ndarray, samples: np.ndarray) -> np.ndarray:
     deviations = np.abs(samples - exact)
     unit = np.maximum(deviations.max(0), a.eta)  # the squares of float64's smallest numbers would be 0
-    deviation = unit * np.sqrt(np.square(deviations / unit).mean(0))
+    halves = np.square(deviations / unit).reshape(2, _HALF, *exact.shape)
+    deviation = unit * np.sqrt(halves.mean(1).max(0))
     floor = 2 * a.eta if _loses_small_numbers(a) else _LARGEST_FACTOR * a.eta
     error = DEVIATIONS * deviation + 2 * a.u * np.abs(exact) + floor
     # The exact gradient itself rounds to float64: there, two results are compared that both err.
@@ -94,12 +96,24 @@ class Exact:
         return y
 
 
-class _Underflowing(Noise):
-    """In float16 a rounding also loses what is below eta: its exponents end where probabilities and gradients lie."""
+class _AlikeAndApart(Noise):
+    """Noise whose second half of samples is the same in all rows: rows that are alike err alike, and do not average out
+    in a sum over many of them.
+
+    In float16 a rounding also loses what is below eta: its exponents end where probabilities and gradients lie.
+    """
 
     def rounded(self, y: np.ndarray, u: float | None = None) -> np.ndarray:
         y = super().rounded(y, u)
         return self.spread(y, self.a.eta) if u is None and _loses_small_numbers(self.a) else y
+
+    def _next(self, pool: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        apart = self.taken(pool, (_HALF, *shape))
+        alike = self.taken(pool, (_HALF, *[1] * (len(shape) - 1), *shape[-1:]))
+        return np.concatenate((apart, np.broadcast_to(alike, apart.shape)))
+
+
+_HALF = SAMPLES // 2
 
 
 def _loses_small_numbers(a: Arithmetic) -> bool:

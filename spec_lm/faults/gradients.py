@@ -125,7 +125,7 @@ def backward_without_the_row_sum(x, dim):
 
 @fault(
     "softmax",
-    family="axis",
+    family="gradient",
     does="backward sums along the last axis, whatever the axis asked for",
     detected_by=INPUTS,
     mistake="The backward kernel was written for attention.",
@@ -150,7 +150,8 @@ def gradient_of_the_maximum(x, dim):
 
 @fault(
     "softmax",
-    family="overflow",
+    family="gradient",
+    kind="zero_times_infinity",
     does="the gradient of an entry of -inf is NaN",
     detected_by=("minus_infinity_gets_no_gradient", INPUTS),
     mistake="1 / exp(max - x) is 0 there, and its derivative 0 times infinity.",
@@ -167,6 +168,7 @@ def gradient_of_minus_infinity_is_nan(x, dim):
 @fault(
     "silu",
     family="gradient",
+    kind="branch_detached",
     does="the sigmoid passes no gradient",
     detected_by=INPUTS,
     mistake="A gate is detached, as if it were a mask.",
@@ -177,7 +179,8 @@ def sigmoid_detached(x):
 
 @fault(
     "silu",
-    family="overflow",
+    family="gradient",
+    kind="zero_times_infinity",
     does="the gradient of a large negative entry is NaN",
     detected_by=INPUTS,
     mistake="x / (1 + exp(-x)) is right where exp overflows, and its derivative 0 times infinity.",
@@ -205,7 +208,7 @@ def _linear_with(x: Tensor, weight: Tensor, weight_gradient: Callable[[Tensor, T
 
 @fault(
     "linear",
-    family="weights",
+    family="gradient",
     does="a square weight is used transposed in backward",
     detected_by=INPUTS,
     mistake="dx = W dy for W^T dy; a square weight lets it pass.",
@@ -218,7 +221,7 @@ def square_weight_transposed_in_backward(x, weight):
 
 @fault(
     "linear",
-    family="precision",
+    family="gradient",
     kind="weight_gradient_in_bfloat16",
     does="the rows of the weight's gradient are added in bfloat16",
     detected_by=(WEIGHTS, ROWS),
@@ -242,7 +245,7 @@ def weight_gradient_averaged(x, weight):
 
 @fault(
     "linear",
-    family="boundary",
+    family="gradient",
     does="the weight's gradient takes 128 rows at most",
     detected_by=ROWS,
     mistake="One block of rows is the whole batch in every test.",
@@ -275,7 +278,7 @@ _LAST_GRADIENTS: dict[torch.Size, Tensor] = {}
 
 @fault(
     "embedding",
-    family="precision",
+    family="gradient",
     kind="weight_gradient_in_bfloat16",
     does="a frequent id loses gradient, since its rows are added in bfloat16",
     detected_by=(WEIGHTS, ROWS),
@@ -307,7 +310,7 @@ def repeats_overwrite_each_other(token_ids, weight):
 
 @fault(
     "embedding",
-    family="scale",
+    family="gradient",
     does="the gradient of an id is divided by how often it stands there",
     detected_by=(WEIGHTS, ROWS),
     mistake="scale_grad_by_freq is on.",
@@ -345,7 +348,7 @@ def _norm_backward(dy: Tensor, n: Tensor, r: Tensor, gain: Tensor) -> Tensor:
 
 @fault(
     "rmsnorm",
-    family="norm",
+    family="gradient",
     does="the root mean square passes no gradient",
     detected_by=INPUTS,
     mistake="Statistics are detached, as running ones are.",
@@ -372,6 +375,7 @@ def row_sum_for_the_mean(x, gain, eps):
 @fault(
     "rmsnorm",
     family="gradient",
+    kind="zero_times_infinity",
     does="the gradient of a row of zeros is NaN",
     detected_by=INPUTS,
     mistake="The root is taken before eps is added to its square: at 0 it has no derivative.",
@@ -383,7 +387,7 @@ def gradient_of_a_zero_row_is_nan(x, gain, eps):
 
 @fault(
     "rmsnorm",
-    family="precision",
+    family="gradient",
     kind="weight_gradient_in_bfloat16",
     does="the rows of the gain's gradient are added in bfloat16",
     detected_by=(WEIGHTS, ROWS),
@@ -402,7 +406,7 @@ def gain_gradient_in_bfloat16(x, gain, eps):
 
 @fault(
     "rmsnorm",
-    family="norm",
+    family="gradient",
     does="the gain's gradient is sum dy x, of x before it is normed",
     detected_by=(WEIGHTS, ROWS),
     mistake="Backward keeps x, and forgets to norm it again.",
@@ -417,6 +421,7 @@ def gain_gradient_of_the_raw_input(x, gain, eps):
 @fault(
     "swiglu",
     family="gradient",
+    kind="branch_detached",
     does="the gate passes no gradient",
     detected_by=INPUTS,
     mistake="The activation is computed under no_grad.",
@@ -427,7 +432,7 @@ def gate_detached(x, w1, w2, w3):
 
 @fault(
     "swiglu",
-    family="batch",
+    family="gradient",
     does="every row's gradient is written to the first row",
     detected_by=INPUTS,
     mistake="The output pointer of the backward kernel is never advanced.",
@@ -444,7 +449,8 @@ def gradients_land_in_the_first_row(x, w1, w2, w3):
 
 @fault(
     "swiglu",
-    family="weights",
+    family="gradient",
+    kind="weight_gradients_exchanged",
     does="the gradients of gate and up are exchanged",
     detected_by=(WEIGHTS, ROWS),
     mistake="Both lie in one fused weight, in the other order.",
@@ -473,7 +479,7 @@ def _gradients_exchanged(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]
 
 @fault(
     "rope",
-    family="positions",
+    family="gradient",
     does="backward rotates forward again",
     detected_by=INPUTS,
     mistake="The kernel is called with the same sine; the transpose of a rotation turns the other way.",
@@ -498,7 +504,7 @@ def gradient_passes_unrotated(x, positions, theta, max_seq_len):
 
 @fault(
     "rope",
-    family="positions",
+    family="gradient",
     does="backward takes positions 0, 1, 2, .. whatever was given",
     detected_by=INPUTS,
     mistake="Positions are not saved for backward.",
@@ -518,6 +524,7 @@ def _attend(query, key, value, mask=None):
 @fault(
     ATTENTION,
     family="gradient",
+    kind="branch_detached",
     does="the keys pass no gradient",
     detected_by=INPUTS,
     mistake="Keys come from a cache, which is detached.",
@@ -528,7 +535,7 @@ def keys_detached(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
-    family="scale",
+    family="gradient",
     does="backward leaves 1 / sqrt(d_k) out of the gradient of the queries",
     detected_by=INPUTS,
     mistake="The scale is folded into the queries before the kernel, and their gradient never unfolded.",
@@ -539,7 +546,7 @@ def query_gradient_unscaled(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
-    family="scale",
+    family="gradient",
     does="backward divides the gradient of the keys by sqrt(d_k) twice",
     detected_by=INPUTS,
     mistake="The scale is in the gradient of the scores, and once more in the product that follows.",
@@ -550,7 +557,7 @@ def key_gradient_scaled_twice(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
-    family="mask",
+    family="gradient",
     kind="gradient_without_the_mask",
     does="backward knows no mask",
     detected_by=INPUTS,
@@ -578,7 +585,8 @@ def scores_without_the_row_sum(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
-    family="overflow",
+    family="gradient",
+    kind="zero_times_infinity",
     does="the gradients of hidden scores are NaN",
     detected_by=INPUTS,
     mistake="1 / exp(max - score) is 0 where a score is -inf, and its derivative 0 times infinity.",
@@ -594,7 +602,7 @@ def gradient_of_hidden_scores_is_nan(query, key, value, mask=None):
 
 @fault(
     ATTENTION,
-    family="mask",
+    family="gradient",
     does="a query that sees no key gets zeros, and gradients as if it saw all of them alike",
     detected_by="query_that_sees_nothing_passes_no_gradient",
     mistake="Its output is overwritten after the kernel, which filled its scores with one number.",
@@ -613,7 +621,7 @@ def blind_query_passes_gradients(query, key, value, mask=None):
 
 @fault(
     MHA,
-    family="weights",
+    family="gradient",
     does="backward uses the output projection transposed",
     detected_by=INPUTS,
     mistake="W_O is square, so that either way fits.",
@@ -630,6 +638,7 @@ def output_projection_transposed_in_backward(x, w_q, w_k, w_v, w_o, num_heads):
 @fault(
     MHA,
     family="gradient",
+    kind="branch_detached",
     does="the values pass no gradient",
     detected_by=INPUTS,
     mistake="They are read from a cache, which is detached.",
@@ -642,7 +651,8 @@ def values_detached(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA,
-    family="weights",
+    family="gradient",
+    kind="weight_gradients_exchanged",
     does="the gradients of W_Q and W_K are exchanged",
     detected_by=WEIGHTS,
     mistake="Both lie in one fused weight, in the other order.",
@@ -653,7 +663,7 @@ def gradients_of_query_and_key_exchanged(x, w_q, w_k, w_v, w_o, num_heads):
 
 @fault(
     MHA_WITH_ROPE,
-    family="positions",
+    family="gradient",
     does="backward does not turn the gradient of the keys back",
     detected_by=(INPUTS, WEIGHTS),
     mistake="Only the queries' gradient passes through the rotation.",
@@ -668,7 +678,7 @@ def key_gradient_not_turned_back(x, w_q, w_k, w_v, w_o, num_heads, theta, max_se
 
 @fault(
     MHA_WITH_ROPE,
-    family="mask",
+    family="gradient",
     kind="gradient_without_the_mask",
     does="backward has the mask of the queries and keys exchanged",
     detected_by=(INPUTS, WEIGHTS),
@@ -701,7 +711,7 @@ def _halves_of_block(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
-    family="residual",
+    family="gradient",
     does="the stream passes no gradient beside the attention",
     detected_by=INPUTS,
     mistake="The residual is saved in a buffer, detached.",
@@ -714,7 +724,7 @@ def residual_detached(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
-    family="residual",
+    family="gradient",
     does="the gradient of the stream beside the feed-forward network counts twice",
     detected_by=(INPUTS, WEIGHTS),
     mistake="It is added where the branches meet, and once more by the fused norm.",
@@ -727,7 +737,7 @@ def residual_gradient_counted_twice(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
-    family="norm",
+    family="gradient",
     does="the feed-forward network's norm passes its gradient on as it is",
     detected_by=(INPUTS, WEIGHTS),
     mistake="The norm runs under no_grad, and its input takes over.",
@@ -753,7 +763,7 @@ def gradient_of_the_last_position_only(token_ids, weights, num_heads, theta, con
 
 @fault(
     LM,
-    family="scale",
+    family="gradient",
     does="gradients are clipped to 1 on their way back",
     detected_by=WEIGHTS,
     mistake="A remedy for exploding gradients, left inside the model.",
@@ -765,7 +775,7 @@ def gradient_clipped(token_ids, weights, num_heads, theta, context_length):
 
 @fault(
     LM,
-    family="weights",
+    family="gradient",
     does="the head's gradient is added to that of the embeddings",
     detected_by=WEIGHTS,
     mistake="The two are tied in another model.",

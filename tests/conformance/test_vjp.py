@@ -340,6 +340,17 @@ def test_the_errors_of_one_way_of_computing_are_within_the_bound(reason: str) ->
     assert 0 < max(ratios(operator, function, dtype, (arguments, cotangent)).values()) <= 1
 
 
+def test_rows_that_are_alike_err_alike() -> None:
+    """300 equal rows make 300 times the error of one, and have 300 times its bound: it is not averaged out."""
+    weights = (np.array([[1.0 + 2.0**-9]]), np.array([[0.75 + 2.0**-9]]), np.array([[1.5 + 2.0**-9]]))
+    one, many = (
+        bounded_gradients("swiglu", (np.full((rows, 1), 1.25), *weights), np.ones((rows, 1)), "float16")
+        for rows in (1, 300)
+    )
+    for name in ("w1", "w2", "w3"):
+        assert 0.5 < many[name][1].item() / 300 / one[name][1].item() < 2
+
+
 # ---- Not blind ----
 
 
