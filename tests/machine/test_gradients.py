@@ -130,3 +130,15 @@ def test_a_clause_is_not_judged_where_no_gradient_arrives():
     for clause_id in (f"silu.{name}" for name in ("gradients_with_respect_to_inputs", "backward_changes_nothing")):
         with pytest.raises(NotJudged, match="no gradient arrives at"):
             CLAUSES[clause_id].body(of("silu", lambda x: functional.silu(x).detach()), (X,), UPSTREAM)
+
+
+def test_a_gradient_under_an_undeclared_convention_is_named_as_such():
+    def half_split(x, positions, theta, max_seq_len):
+        order = torch.arange(x.shape[-1]).unflatten(0, (2, -1)).T.reshape(-1)
+        return functional.rope(x[..., order], positions, theta, max_seq_len)[..., order.argsort()]
+
+    clause = CLAUSES["rope.gradients_with_respect_to_inputs"]
+    arguments, upstream = (torch.zeros(1, 4), torch.tensor([1]), 100.0, 4), torch.tensor([[1.0, 0.5, -1.0, 2.0]])
+    with pytest.raises(Violation, match="half-split"):
+        clause.body(of("rope", half_split), arguments, upstream)
+    clause.body(of("rope", half_split, conventions={"rope_pairing": "halves"}), arguments, upstream)
