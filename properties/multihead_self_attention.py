@@ -8,15 +8,19 @@ import torch
 
 from spec_lm.conformance.clause import clause, given
 from spec_lm.conformance.strategies import (
+    BLOCK_SIZES,
     MODERATE,
     NONZERO,
     WEIGHTS,
     NotJudged,
+    Projections,
+    Size,
     arguments,
     index_of,
     one_of,
     projections,
     size,
+    takes_the_dtype,
     tensors,
 )
 from spec_lm.conformance.tolerance import bit_equal, close, finite, refuses
@@ -28,6 +32,35 @@ SOURCE = "course notes: Causal multi-head self-attention"
 _TOKENS = "*batch sequence d_model"
 _CALL = {"x": tensors(_TOKENS, MODERATE), "w": projections(), "num_heads": size("heads")}
 _KEPT = index_of("sequence", 1)  # how many tokens come before the later ones: 1 .. sequence - 1
+
+
+def _sized(batch, sequence, heads, d_head):
+    sizes = {"batch": (batch,), "sequence": sequence, "heads": heads, "d_head": d_head}
+    return Size(**sizes, d_model=heads * d_head, max_seq_len=16)
+
+
+# Axes that are equally long, so that only their order tells them apart, and lone tokens in a batch.
+_COINCIDING = (
+    _sized(3, 1, 2, 2),
+    _sized(2, 2, 2, 2),
+    _sized(3, 3, 1, 2),
+    _sized(3, 3, 3, 2),
+    _sized(4, 4, 2, 4),
+    _sized(2, 4, 2, 2),
+    _sized(4, 1, 4, 4),
+)
+# From 256 on, adding 1 in bfloat16 changes nothing.
+_WIDE = (_sized(2, 3, 2, 2), _sized(1, 2, 2, 160))
+_ODD, _EVEN = (1, 3, 5, 7), (6, 10, 24, 64, 72, 80, 128)
+_HEAD_SIZES = {ATTENTION: _ODD + _EVEN, BOTH[1]: _EVEN}
+
+
+def _of_size(size):
+    """What a required case is called."""
+    return f"{size.batch} of {size.sequence} tokens, {size.heads} heads of {size.d_head}"
+
+
+_BLOCK_CASES = {_of_size(size): size.__eq__ for size in BLOCK_SIZES[ATTENTION]}
 
 
 def _several_tokens(size):
@@ -297,3 +330,110 @@ def takes_none_or_more_leading_axes(attend, arguments, leading):
 def large_inputs_stay_finite(attend, arguments, large):
     """Inputs of hundreds, and the scores of ten thousands that come of them, give finite outputs."""
     finite(attend(*arguments._replace(x=large)))
+
+
+# ---------------------------------------------------------------------------------------------------- whatever the size
+
+
+def _weights_of(arguments):
+    return Projections(arguments.w_q, arguments.w_k, arguments.w_v, arguments.w_o)
+
+
+def _with_identities(arguments, **changed):
+    """W_V = W_O = I: each head gives the average of its slice of x."""
+    identity = torch.eye(arguments.x.shape[-1], dtype=arguments.x.dtype)
+    return arguments._replace(**changed, w_v=identity, w_o=identity)
+
+
+@clause(
+    BOTH,
+    given(arguments=arguments(), x=tensors(_TOKENS, NONZERO)),
+    sizes=BLOCK_SIZES,
+    cases=_BLOCK_CASES,
+    level="should",
+    enough=20,
+    catches="a window; a mask made for a fixed length, or for whole blocks; tokens beyond a block left out",
+    source="practice: kernels work in blocks, and lengths are not multiples of them",
+)
+def running_means_at_any_length(attend, arguments, x):
+    """However many tokens there are, with W_Q = 0 and W_V = W_O = I token t becomes the mean of the tokens up to it."""
+    close(attend(*_with_identities(arguments, x=x, w_q=arguments.w_q * 0)), _running_means(x))
+
+
+@clause(
+    BOTH,
+    given(arguments=arguments(), x=tensors(_TOKENS, NONZERO)),
+    sizes=BLOCK_SIZES,
+    cases=_BLOCK_CASES,
+    level="should",
+    enough=20,
+    catches="scores that fall with the distance; a running sum that is not rescaled from block to block",
+    source=f"{SOURCE}; practice: kernels work in blocks",
+)
+def earlier_tokens_have_no_order(attend, arguments, x):
+    """The last token sees the earlier ones as a set: reversing them, and their positions where there are any, leaves
+    its output as it was, however many they are."""
+    reversed_ = arguments._replace(x=_earlier_reversed(x, -2))
+    if "positions" in arguments._fields:
+        reversed_ = reversed_._replace(positions=_earlier_reversed(arguments.positions, -1))
+    close(attend(*reversed_)[..., -1, :], attend(*arguments._replace(x=x))[..., -1, :])
+
+
+def _earlier_reversed(tensor, dim):
+    last = tensor.shape[dim] - 1
+    return torch.cat((tensor.narrow(dim, 0, last).flip(dim), tensor.narrow(dim, last, 1)), dim)
+
+
+@clause(
+    BOTH,
+    given(arguments=arguments(), x=tensors(_TOKENS, NONZERO), w=projections(("halves",))),
+    sizes={name: tuple(_sized(1, 3, 2, d_head) for d_head in sizes) for name, sizes in _HEAD_SIZES.items()},
+    cases={f"heads of {n}": lambda s, n=n: s.d_head == n for n in _ODD + _EVEN},
+    level="should",
+    enough=20,
+    catches="the square root of a size that was padded or rounded; features beyond a block left out",
+    source="practice: heads have 64, 80 or 128 features, and kernels pad them",
+)
+def scale_holds_for_any_head_size(attend, arguments, x, w):
+    """Heads are split, scored and merged alike whether their size is odd, large or not a multiple of anything; at
+    equal positions RoPE changes no score."""
+    call = _with_identities(arguments, x=x, w_q=w.q, w_k=w.k)
+    if "positions" in arguments._fields:
+        call = call._replace(positions=arguments.positions * 0)
+    close(attend(*call), _causal_by_hand(x, _weights_of(call), arguments.num_heads))
+
+
+@clause(
+    BOTH,
+    given(arguments=arguments(), x=tensors(_TOKENS, NONZERO)),
+    sizes=dict.fromkeys(BOTH, _COINCIDING),
+    cases={_of_size(size): size.__eq__ for size in _COINCIDING},
+    level="should",
+    enough=20,
+    catches="axes told apart by their lengths; a path of its own for one token",
+    source="practice: as many examples as heads or tokens; a decoder asks one token at a time",
+)
+def every_example_alone_where_sizes_coincide(attend, arguments, x):
+    """Where examples, tokens, heads and features are equally many, or tokens come alone, every example has the result
+    it has by itself."""
+    whole = attend(*arguments._replace(x=x))
+    for i in range(len(x)):
+        close(attend(*arguments._replace(x=x[i : i + 1].clone())), whole[i : i + 1])
+
+
+@clause(
+    BOTH,
+    given(arguments=arguments(), x=tensors(_TOKENS, ("positive", "plain")), w=projections(("constant", "halves"))),
+    sizes=dict.fromkeys(BOTH, _WIDE),
+    cases={_of_size(size): size.__eq__ for size in _WIDE},
+    level="should",
+    dtype="bfloat16",
+    enough=20,
+    catches="products summed in bfloat16; another dtype returned",
+    source="practice: models are trained in bfloat16",
+)
+def first_token_in_bfloat16(attend, arguments, x, w):
+    """In bfloat16 too, the first token gives W_O W_V x, within the rounding of that dtype."""
+    call = arguments._replace(x=x, w_v=w.v, w_o=w.o)
+    takes_the_dtype(attend, call)
+    close(attend(*call)[..., 0, :], _projected_value(x[..., 0, :], w))

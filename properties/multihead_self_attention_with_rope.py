@@ -16,6 +16,7 @@ from spec_lm.conformance.strategies import (
     positions,
     projections,
     size,
+    takes_the_dtype,
     tensors,
 )
 from spec_lm.conformance.tolerance import at_most, close, refuses
@@ -28,6 +29,9 @@ _WEIGHTS = {"w": projections(), "num_heads": size("heads")}
 _TABLE = {"theta": one_of(*THETAS), "max_seq_len": size("max_seq_len")}
 _CALL = {"x": tensors("*batch sequence d_model", NONZERO), **_WEIGHTS, **_TABLE}
 _UNEVEN = ("permuted", "gapped", "shifted")
+# From here to FARTHEST some positions are beyond what int8, bfloat16, float16, int16 or a table of 2048 can tell apart.
+_FAR = {"first": one_of(250, 2045, 4090, 32760, 65530)}
+FARTHEST = 2**17
 
 
 def _several_tokens(size):
@@ -131,6 +135,57 @@ def refuses_a_position_outside_max_seq_len(attend, x, w, num_heads, theta, max_s
     positions[-1] = max_seq_len
     call = (x, *w, num_heads, theta, max_seq_len, positions)
     refuses(lambda: attend(*call), what=f"position {max_seq_len} with max_seq_len {max_seq_len}")
+
+
+@clause(
+    ATTENTION,
+    given(**_CALL),
+    where=_several_tokens,
+    cases={},
+    level="should",
+    catches="the limit is looked at where positions are given only",
+    source=f"{INTERFACE}, max_seq_len: omitted positions are 0, 1, 2, ...",
+    enough=20,
+)
+def refuses_a_sequence_over_max_seq_len(attend, x, w, num_heads, theta, max_seq_len):
+    """Without positions too, a sequence of more than max_seq_len tokens is refused."""
+    tokens = x.shape[-2]
+    call = (x, *w, num_heads, theta, tokens - 1, None)
+    refuses(lambda: attend(*call), what=f"a sequence of {tokens} with max_seq_len {tokens - 1}")
+
+
+@clause(
+    ATTENTION,
+    given(**_CALL, positions=positions(), **_FAR),
+    where=_several_tokens,
+    cases={},
+    level="should",
+    enough=20,
+    catches="positions by way of a narrow dtype; a table shorter than max_seq_len",
+    source="practice: contexts of 100000 tokens",
+)
+def distant_positions_are_like_near_ones(attend, x, w, num_heads, theta, max_seq_len, positions, first):
+    """Far from 0 too, attention depends on the differences of positions alone: neighbors do not collapse."""
+    call = (x, *w, num_heads, theta, FARTHEST)
+    close(attend(*call, positions + first), attend(*call, positions))
+
+
+@clause(
+    ATTENTION,
+    given(**_CALL, positions=positions(), **_FAR),
+    where=_several_tokens,
+    cases={},
+    level="should",
+    dtype="bfloat16",
+    enough=20,
+    catches="positions in the dtype of the input: from 256 on, neighbors become one",
+    source="practice: models are trained in bfloat16",
+)
+def distant_positions_are_like_near_ones_in_bfloat16(attend, x, w, num_heads, theta, max_seq_len, positions, first):
+    """In bfloat16 too, attention far from 0 depends on the differences of positions alone."""
+    call = (x, *w, num_heads, theta, FARTHEST)
+    takes_the_dtype(attend, (*call, None))
+    close(attend(*call, positions + first), attend(*call, positions))
 
 
 # ------------------------------------------------------------------------------------------------------ what is rotated

@@ -221,7 +221,7 @@ def theta_follows_the_length(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_le
     MHA,
     family="mask",
     does="lets a token see those at positions up to its own",
-    detected_by=("causality_goes_by_index", "causal_independence_from_future_tokens"),
+    detected_by="causality_goes_by_index",
     mistake="For positions in order the two masks are the same.",
 )
 def causal_by_position(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len, positions=None):

@@ -1253,7 +1253,7 @@ def reciprocal_in_bfloat16(query, key, value, mask=None):
     return exponentials * _rounded(1 / exponentials.sum(-1, keepdim=True)) @ value
 
 
-def _summed(terms):
+def summed(terms):
     """The sum along the last axis, one term after the other in their own dtype."""
     total = terms[..., 0]
     for number in range(1, terms.shape[-1]):
@@ -1275,7 +1275,7 @@ def denominator_in_the_input_dtype(query, key, value, mask=None):
         return attend(query, key, value, mask)
     scores = _filled(_scores(query.float(), key.float()), mask, -torch.inf)
     exponentials = (scores - scores.amax(-1, keepdim=True)).exp()
-    total = _summed(exponentials.to(query.dtype)).float()[..., None]
+    total = summed(exponentials.to(query.dtype)).float()[..., None]
     return (exponentials / total @ value.float()).to(query.dtype)
 
 
@@ -1291,7 +1291,7 @@ def values_summed_in_the_input_dtype(query, key, value, mask=None):
     if query.dtype not in (torch.float16, torch.bfloat16):
         return attend(query, key, value, mask)
     weights = _filled(_scores(query.float(), key.float()), mask, -torch.inf).softmax(-1).to(query.dtype)
-    return _summed((weights[..., None, :] * value.mT[..., None, :, :]).nan_to_num())
+    return summed((weights[..., None, :] * value.mT[..., None, :, :]).nan_to_num())
 
 
 @fault(
@@ -1326,7 +1326,7 @@ def strides_ignored(query, key, value, mask=None):
     return attend(_walked(query), _walked(key), _walked(value), mask)
 
 
-def _following(tensor):
+def following(tensor):
     """As many elements as follow one another in memory, from its start again where it ends."""
     memory = tensor.new_empty(0).set_(tensor.untyped_storage())
     return memory[(tensor.storage_offset() + torch.arange(tensor.numel())) % len(memory)].reshape(tensor.shape)
@@ -1342,7 +1342,7 @@ def _following(tensor):
     report="pytorch/pytorch#181133",
 )
 def mask_strides_ignored(query, key, value, mask=None):
-    return attend(query, key, value, None if mask is None else _following(mask))
+    return attend(query, key, value, None if mask is None else following(mask))
 
 
 @fault(
