@@ -838,23 +838,21 @@ ARGUMENTS: dict[str, dict[str, Draw]] = {
 }
 
 
-def arguments(sizes: str = "sizes", layouts: Iterable[str] = ("contiguous",)) -> Draw:
+def arguments(sizes: str = "sizes") -> Draw:
     """All arguments of the domain's operator, built as a named tuple in the order of its plain signature.
 
     Args:
         sizes: arguments that give another name here have sizes of their own.
-        layouts: how all tensors among them lie in memory.
     """
-    layouts = tuple(layouts)
 
     def draw(domain: Domain, name: str) -> SearchStrategy[ArgumentsRecipe]:
         domain = replace(domain, key=sizes)
         drawn = {each: strategy(domain, f"{name} {each}") for each, strategy in ARGUMENTS[domain.operator].items()}
 
-        def recipe(layout: str, *values: Any) -> ArgumentsRecipe:
-            return ArgumentsRecipe(tuple(zip(drawn, values, strict=True)), layout)
+        def recipe(*values: Any) -> ArgumentsRecipe:
+            return ArgumentsRecipe(tuple(zip(drawn, values, strict=True)))
 
-        return st.builds(recipe, st.sampled_from(layouts), *drawn.values())
+        return st.builds(recipe, *drawn.values())
 
     return draw
 
