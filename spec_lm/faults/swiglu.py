@@ -278,7 +278,7 @@ def d_ff_computed_from_d_model(x, w1, w2, w3):
     SWIGLU,
     family="weights",
     does="square weights W2 and W3 are exchanged",
-    detected_by=("linear_in_w3", "permuting_hidden_units_changes_nothing", "agrees_with_the_oracle"),
+    detected_by=("permuting_hidden_units_changes_nothing", "gate_is_w1", "agrees_with_the_oracle"),
     mistake="They are handed over in the order gate, up, down; only where all are square does it pass.",
 )
 def square_w2_and_w3_exchanged(x, w1, w2, w3):
@@ -405,6 +405,7 @@ def float32_inside(x, w1, w2, w3):
     detected_by=(
         "agrees_with_the_oracle_in_bfloat16",
         "agrees_with_the_oracle_in_float16",
+        "long_rows_in_bfloat16",
         "thousands_of_equal_hidden_units_in_bfloat16",
     ),
     mistake="The accumulator of the last product is returned as it is.",
