@@ -597,8 +597,8 @@ def _summed_product(x, weight):
     no_invariant="To float32's accuracy every relation holds: only more digits of the right value tell.",
 )
 def float32_inside(x, w_q, w_k, w_v, w_o, num_heads):
-    narrow = (each.float() for each in (x, w_q, w_k, w_v, w_o))
-    return functional.multihead_self_attention(*narrow, num_heads).to(x.dtype)
+    narrow, w_q, w_k, w_v, w_o = (each.float() for each in (x, w_q, w_k, w_v, w_o))
+    return functional.multihead_self_attention(narrow, w_q, w_k, w_v, w_o, num_heads).to(x.dtype)
 
 
 @fault(
@@ -771,7 +771,7 @@ def dropout_left_on(*call):
 )
 def modules_built_in_every_call(x, w_q, w_k, w_v, w_o, num_heads):
     for weight in (w_q, w_k, w_v, w_o):
-        torch.nn.Linear(*weight.T.shape, bias=False)
+        torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     return functional.multihead_self_attention(x, w_q, w_k, w_v, w_o, num_heads)
 
 
