@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from spec_lm import matrix
 from spec_lm.conformance.clause import CLAUSES
 from spec_lm.conformance.operators import OPERATORS
 
@@ -37,14 +38,17 @@ def source(clause_id: str) -> str:
 
 
 def table(what: str) -> str:
-    """The operators with the numbers of their clauses."""
-    rows = ["| operator | MUST | SHOULD |", "|---|---|---|"]
-    for name in OPERATORS:
-        levels = [clause.level for clause in CLAUSES.values() if clause.operator == name]
-        rows.append(f"| `{name}` | {levels.count('must')} | {levels.count('should')} |")
-    levels = [clause.level for clause in CLAUSES.values()]
-    rows.append(f"| all | {levels.count('must')} | {levels.count('should')} |")
-    return "\n".join(rows) + "\n"
+    """The operators with the numbers of their clauses, and of the faults that these detect."""
+    rows = ["| operator | MUST | SHOULD | faults detected |", "|---|---|---|---|"]
+    rows += [_row(f"`{name}`", (name,)) for name in OPERATORS]
+    return "\n".join([*rows, _row("all", tuple(OPERATORS))]) + "\n"
+
+
+def _row(name: str, operators: tuple[str, ...]) -> str:
+    levels = [clause.level for clause in CLAUSES.values() if clause.operator in operators]
+    detected = [bool(row.detected_by) for row in matrix.read().of(operators).faults.values()]
+    faults = f"{sum(detected)} of {len(detected)}"
+    return f"| {name} | {levels.count('must')} | {levels.count('should')} | {faults} |"
 
 
 WRITERS: dict[str, Callable[[str], str]] = {"session": session, "source": source, "table": table}
