@@ -289,8 +289,8 @@ def _softmax(
 
     exp2(x log2 e) rounds the scores themselves, exp(x - logsumexp(x)) a whole row alike. p dp rounds by itself where
     exp / sum is differentiated step by step. Then the maximum that was subtracted may get minus the sum of the row's
-    gradients: nothing but what rounding left of it. A running maximum gets that of every step: u sqrt(n) sum|p dp| in
-    all.
+    gradients: nothing but what rounding left of it. A running maximum gets that of every step, and entries that are
+    alike leave the same: u sqrt(n) sum|p dp| more.
     """
     a, n = noise.a, scores.shape[-1]
     scores = noise.rounded(scores)
