@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterable
 
 from spec_lm.conformance.display import failure_text, name_of
-from spec_lm.conformance.report import Outcome, Report, printable
+from spec_lm.conformance.report import Cause, Outcome, Report, printable
 
 _ELEMENTS = {"fails": "failure", "error": "error", "absent": "skipped", "not_judged": "skipped", "waived": "skipped"}
 
@@ -24,14 +24,16 @@ def _suite(report: Report) -> ET.Element:
         "time": round(sum(outcome.seconds for outcome in report), 4),
     }
     suite = ET.Element("testsuite", {"name": name_of(report.header), **{key: str(n) for key, n in numbers.items()}})
-    suite.extend(_case(outcome) for outcome in report)
+    first = {outcome.operator: outcome for outcome in reversed(report.of("fails"))}
+    causes = {outcome.clause: report.causes(operator) for operator, outcome in first.items()}
+    suite.extend(_case(outcome, causes.get(outcome.clause, [])) for outcome in report)
     return suite
 
 
-def _case(outcome: Outcome) -> ET.Element:
+def _case(outcome: Outcome, causes: list[Cause]) -> ET.Element:
     case = ET.Element("testcase", {"classname": outcome.operator, "name": outcome.clause, "time": str(outcome.seconds)})
     if tag := _ELEMENTS.get(outcome.outcome):
         said = ET.SubElement(case, tag, {"message": printable(outcome.message).replace("\n", " ")})
         if tag != "skipped":
-            said.text = printable(failure_text(outcome))
+            said.text = printable(failure_text(outcome, causes=causes))
     return case

@@ -156,6 +156,24 @@ OPERATORS: dict[str, Operator] = {
 }
 
 
+# What each operator's equation is built of; what these are built of belongs to it too.
+_BUILT_OF: dict[str, tuple[str, ...]] = {
+    "swiglu": ("silu", "linear"),
+    "scaled_dot_product_attention": ("softmax",),
+    "multihead_self_attention": ("linear", "scaled_dot_product_attention"),
+    "multihead_self_attention_with_rope": ("multihead_self_attention", "rope"),
+    "transformer_block": ("rmsnorm", "multihead_self_attention_with_rope", "swiglu"),
+    "transformer_lm": ("embedding", "transformer_block", "rmsnorm", "linear"),
+}
+
+
+def inside(operator: str) -> list[str]:
+    """The operators that this one is built of, directly or through others, low ones first."""
+    direct = _BUILT_OF.get(operator, ())
+    found = {*direct, *(lower for name in direct for lower in inside(name))}
+    return [name for name in OPERATORS if name in found]
+
+
 # What a declared support may name, read off the plain arguments; `axes` counts all axes of the first argument.
 _MEASURES: dict[str, Callable[..., dict[str, int]]] = {
     "softmax": lambda x, dim: {"n": x.shape[-1]},

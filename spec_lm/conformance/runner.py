@@ -25,6 +25,7 @@ from hypothesis.configuration import set_hypothesis_home_dir, storage_directory
 import spec_lm
 from spec_lm.conformance.bounds import CONVENTIONS
 from spec_lm.conformance.clause import CLAUSES, Clause, Level, Search, nearest, seed_of
+from spec_lm.conformance.diagnosis import diagnose
 from spec_lm.conformance.display import counterexample_of, evidence_of
 from spec_lm.conformance.implementation import BUILT_IN, Implementation, loaded
 from spec_lm.conformance.operators import OPERATORS, Call, Checked
@@ -138,7 +139,7 @@ def check(
         on_start(header)
         for operator, group in by_operator(chosen).items():
             run_operator(operator, group, subject, settings, emit)
-    return Report(header, tuple(collected), required)
+    return Report(header, tuple(collected), required, diagnosis=diagnose(collected))
 
 
 def select(operators: Iterable[str] | None, clauses: Iterable[str] | None, level: str) -> list[Clause]:

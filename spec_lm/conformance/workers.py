@@ -107,6 +107,7 @@ def check_in_workers(
         ImplementationError: the implementation cannot be loaded.
         UsageError: an unknown operator, clause, level, dtype or device.
     """
+    from spec_lm.conformance.diagnosis import diagnose
     from spec_lm.conformance.runner import Settings, by_operator, required_of, select
 
     settings = Settings(examples, seed, dtype, device, conventions or {}, supports or {})
@@ -121,7 +122,7 @@ def check_in_workers(
     for outcome in _in_order(work, jobs):
         outcomes.append(outcome)
         on_outcome(outcome)
-    return Report(header, tuple(outcomes), required)
+    return Report(header, tuple(outcomes), required, diagnosis=diagnose(outcomes))
 
 
 def launch(job: Any) -> Future:

@@ -17,31 +17,9 @@ from typing import Any
 from unittest.mock import patch
 
 from spec_lm.conformance.clause import CLAUSES, RegistrationError, nearest
+from spec_lm.conformance.diagnosis import FAMILIES
 from spec_lm.conformance.operators import OPERATORS
 from spec_lm.reference import functional
-
-# What a fault gets wrong, and what there is to mend.
-FAMILIES = {
-    "axis": "the axis that is worked along, or how axes are split, merged and exchanged",
-    "mask": "the mask: who sees whom, and what becomes of a query that sees nothing",
-    "scale": "a factor: that of the scores, or one that belongs nowhere",
-    "formula": "the formula itself: a term, a sign, an index or a function in it",
-    "precision": "the precision inside: the dtype that is computed in, or digits that cancel",
-    "overflow": "how large numbers are kept finite: which maximum is subtracted, and what is clamped",
-    "positions": "positions and the rotation: pairs, angles, theta, and whose positions they are",
-    "norm": "a norm: its mean, eps and gain, and where it stands",
-    "residual": "the stream: what each half reads of it, and what is added to it",
-    "weights": "which weight is used where, in which orientation and order",
-    "batch": "what rows, examples and heads take from one another",
-    "memory": "what a call keeps for the next, or whatever else makes two calls differ",
-    "arguments": "that arguments are written to",
-    "layout": "how memory is read: strides and offsets",
-    "boundary": "edges: the last partial block, between two blocks, a length of one, and where sizes coincide",
-    "signature": "the signature: dtype, shape and rank of what is taken and returned, and arguments left out",
-    "refusal": "that an invalid input is computed instead of refused",
-    "gradient": "the backward pass",
-    "global_state": "that global state is changed: random numbers, the default dtype, grad mode",
-}
 
 
 @dataclass(frozen=True)

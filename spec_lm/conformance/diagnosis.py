@@ -1,0 +1,291 @@
+"""What may be wrong with an operator, told by which of its clauses fail, and how: the faults that fail alike.
+
+Every fault of the catalogue has been run against every clause of its operator, and the package holds what came of it as
+data. A pattern of failures is a set of marks: the clauses that fail, what was seen, by how much, and what the clauses
+that fail are about. The family of a fault is told by ridge regression from marks to families, over all operators; of
+the faults of that family the one is named that fails most alike.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from itertools import compress
+from typing import Any
+
+import numpy as np
+
+from spec_lm.conformance.operators import OPERATORS, inside
+from spec_lm.conformance.report import Cause, Outcome
+
+# What a fault gets wrong, and what there is to mend.
+FAMILIES = {
+    "axis": "the axis that is worked along, or how axes are split, merged and exchanged",
+    "mask": "the mask: who sees whom, and what becomes of a query that sees nothing",
+    "scale": "a factor: that of the scores, or one that belongs nowhere",
+    "formula": "the formula itself: a term, a sign, an index or a function in it",
+    "precision": "the precision inside: the dtype that is computed in, or digits that cancel",
+    "overflow": "how large numbers are kept finite: which maximum is subtracted, and what is clamped",
+    "positions": "positions and the rotation: pairs, angles, theta, and whose positions they are",
+    "norm": "a norm: its mean, eps and gain, and where it stands",
+    "residual": "the stream: what each half reads of it, and what is added to it",
+    "weights": "which weight is used where, in which orientation and order",
+    "batch": "what rows, examples and heads take from one another",
+    "memory": "what a call keeps for the next, or whatever else makes two calls differ",
+    "arguments": "that arguments are written to",
+    "layout": "how memory is read: strides and offsets",
+    "boundary": "edges: the last partial block, between two blocks, a length of one, and where sizes coincide",
+    "signature": "the signature: dtype, shape and rank of what is taken and returned, and arguments left out",
+    "refusal": "that an invalid input is computed instead of refused",
+    "gradient": "the backward pass",
+    "global_state": "that global state is changed: random numbers, the default dtype, grad mode",
+}
+
+_SORTS = {
+    "changing": r"^nondeterministic",
+    "raised": r"^raised ",
+    "shape": r"^returned shape",
+    "dtype": r"^returned torch\.",
+    "type": r"^returned ",
+    "accepted": r"was accepted",
+    "changed": r"^it changed",
+    "nan": r"got (nan|-?inf) where|value is (NaN|infinite)",
+}
+
+
+def sort_of(outcome: Outcome) -> str:
+    """What was seen where a clause fails, as "raised" or "nan"; "value" for any wrong number; empty where it holds."""
+    if outcome.outcome != "fails":
+        return ""
+    return next((sort for sort, pattern in _SORTS.items() if re.search(pattern, outcome.message)), "value")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a clause fails: what was seen, and how many bounds a wrong number was off."""
+
+    sort: str
+    bounds: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """A fault of the catalogue: what it is, which clauses of its operator fail, and where it shows above."""
+
+    id: str
+    operator: str
+    family: str
+    kind: str
+    does: str
+    report: str
+    fails: Mapping[str, Failure]
+    shows_in: tuple[str, ...]
+
+
+@cache
+def catalogue() -> tuple[Known, ...]:
+    """The faults in the package's data."""
+    data = json.loads(files("spec_lm").joinpath("faults/matrix.json").read_text(encoding="utf-8"))
+    return tuple(_known(name, row) for name, row in data["faults"].items())
+
+
+def _known(name: str, row: Mapping[str, Any]) -> Known:
+    seen = row.get("seen", {})
+    fails = {clause: Failure(seen.get(clause, "value"), bounds) for clause, bounds in row["detected_by"].items()}
+    about = {each: row[each] for each in ("operator", "family", "kind", "does", "report")}
+    return Known(name, **about, fails=fails, shows_in=tuple(row["shows_in"]))
+
+
+# ---------------------------------------------------------------------------------------------------------- likenesses
+
+# Clauses about one thing: where they fail though the operator agrees with the oracle, or fail alone, it is that thing.
+_TOPICS = {
+    "gradients": r"gradient|backward",
+    "16 bits": r"16|half",
+    "float64": r"float64",
+    "lengths": r"any_length|long_rows|block|any_width|thousands",
+    "refusals": r"refus",
+    "the process": r"leaves_|random_state",
+    "layouts": r"layout",
+    "ranks": r"leading_axes|unbatched|empty_batch",
+    "memory": r"memory|serve_twice",
+    "rows": r"rows_of_a_batch|not_see_each_other",
+    "arguments": r"does_not_change",
+    "signature": r"signature",
+    "order": r"permut|revers|renumber",
+    "masks": r"mask|causal|prefix|future",
+}
+_ORACLE = "agrees_with_the_oracle"
+# Errors up to the first are roundings in a shorter dtype, beyond the second they are as large as the values.
+_BOUNDS = (30.0, 1e4)
+_RIDGE = 0.5
+
+
+def marks(fails: Mapping[str, Failure]) -> Iterator[str]:
+    """What tells one pattern of failures from another."""
+    for name, failure in fails.items():
+        yield from (name, failure.sort)
+        if failure.bounds is not None:
+            yield f"{name} by {sum(failure.bounds >= bound for bound in _BOUNDS)}"
+    for topic, pattern in _TOPICS.items():
+        number = sum(re.search(pattern, name) is not None for name in fails)
+        if number:
+            yield topic
+        if number and _ORACLE not in fails:
+            yield f"{topic} unlike the oracle"
+        if number and number == len(fails):
+            yield f"{topic} alone"
+
+
+class Likeness:
+    """How much a pattern of failures is like those of the faults known.
+
+    Args:
+        known: the faults.
+        judged: the names of the clauses that were judged; others tell nothing.
+    """
+
+    def __init__(self, known: Iterable[Known], judged: Iterable[str]) -> None:
+        self.known, self._judged = tuple(known), frozenset(judged)
+        patterns = [set(marks(self._told(fault.fails))) for fault in self.known]
+        self._places = {mark: place for place, mark in enumerate(sorted(set().union(*patterns)))}
+        self._vectors = np.array([self._vector(pattern) for pattern in patterns])
+        self._weights = self._fitted()
+
+    def _fitted(self) -> np.ndarray:
+        """The weight of each mark for each family."""
+        is_of = np.array([[float(fault.family == family) for family in FAMILIES] for fault in self.known])
+        kernel = self._vectors @ self._vectors.T + _RIDGE * np.eye(len(self.known))
+        return self._vectors.T @ np.linalg.solve(kernel, is_of)
+
+    def without(self, operator: str, kind: str) -> "Likeness":
+        """As if the operator's faults of a kind were not known."""
+        kept = [not (fault.operator == operator and fault.kind == kind) for fault in self.known]
+        other = copy(self)
+        other.known = tuple(compress(self.known, kept))
+        other._vectors = self._vectors[kept]
+        other._weights = other._fitted()
+        return other
+
+    def _told(self, fails: Mapping[str, Failure]) -> dict[str, Failure]:
+        return {name: failure for name, failure in fails.items() if name in self._judged}
+
+    def _vector(self, pattern: set[str]) -> np.ndarray:
+        """Of length 1, an entry for each mark."""
+        vector = np.zeros(len(self._places))
+        vector[[self._places[mark] for mark in pattern if mark in self._places]] = 1
+        return vector / max(np.linalg.norm(vector), 1)
+
+    def families(self, fails: Mapping[str, Failure]) -> dict[str, float]:
+        """How much each family fits; 1 is a fault as those of the family are, and the most fitting comes first."""
+        scores = self._vector(set(marks(self._told(fails)))) @ self._weights
+        found = dict(zip(FAMILIES, map(float, scores), strict=True))
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def faults(self, fails: Mapping[str, Failure]) -> dict[Known, float]:
+        """The cosine of each fault's marks with these."""
+        vector = self._vector(set(marks(self._told(fails))))
+        return dict(zip(self.known, map(float, self._vectors @ vector), strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------------ diagnosis
+
+# By how much a family must fit better than any other, in words; measured in docs/diagnosis.md.
+WORDS = {"very likely": 0.5, "likely": 0.25, "possibly": 0.1}
+_THE_SAME = 0.99  # fails as a fault does, in every mark
+_CONVENTION = re.compile(r"this is .*; if intended, declare .*")
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A family that fits, how sure that is in words, and the operator's fault of that family that fails most alike."""
+
+    family: str
+    word: str
+    fault: Known | None
+    likeness: float
+
+
+def guesses(operator: str, fails: Mapping[str, Failure], likeness: Likeness) -> list[Guess]:
+    """At most two guesses, the best first; none where nothing fits."""
+    own = {fault: alike for fault, alike in likeness.faults(fails).items() if fault.operator == operator}
+    scores = likeness.families(fails)
+    families = list(scores)
+    nearest = max(own, key=lambda fault: own[fault], default=None)
+    if nearest is not None and own[nearest] >= _THE_SAME:
+        families = [nearest.family, *(family for family in families if family != nearest.family)]
+        word = "very likely"
+    else:
+        margin = scores[families[0]] - scores[families[1]]
+        word = next((word for word, least in WORDS.items() if margin >= least), "")
+    if not word:
+        return []
+    return [_guess(family, word if number == 0 else "possibly", own) for number, family in enumerate(families[:2])]
+
+
+def _guess(family: str, word: str, own: Mapping[Known, float]) -> Guess:
+    of_family = {fault: alike for fault, alike in own.items() if fault.family == family}
+    fault = max(of_family, key=lambda each: of_family[each], default=None)
+    return Guess(family, word, fault, of_family[fault] if fault else 0.0)
+
+
+def diagnose(outcomes: Iterable[Outcome]) -> tuple[Cause, ...]:
+    """What may be wrong with each operator that has failures, low operators first.
+
+    An undeclared convention that a clause named comes before any fault; a fault of an operator inside, which would show
+    in this one too, before faults of its own.
+    """
+    judged: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        if outcome.outcome in ("holds", "fails"):
+            judged.setdefault(outcome.operator, []).append(outcome)
+    found: dict[str, list[Guess]] = {}
+    causes: list[Cause] = []
+    for operator in OPERATORS:
+        if any(outcome.outcome == "fails" for outcome in judged.get(operator, ())):
+            found[operator] = _guesses_about(operator, judged[operator])
+            causes += _causes(operator, judged[operator], found)
+    return tuple(causes)
+
+
+def _guesses_about(operator: str, outcomes: list[Outcome]) -> list[Guess]:
+    fails = {_name(o): Failure(sort_of(o), _bounds(o)) for o in outcomes if o.outcome == "fails"}
+    return guesses(operator, fails, Likeness(catalogue(), map(_name, outcomes)))
+
+
+def _name(outcome: Outcome) -> str:
+    return outcome.clause.partition(".")[2]
+
+
+def _bounds(outcome: Outcome) -> float | None:
+    """How many bounds the first wrong number was off; of an order that is broken, the smallest found."""
+    if outcome.worst > 1:
+        return outcome.worst if outcome.worst < float("inf") else None
+    error, bound = ((outcome.evidence or {}).get(each) for each in ("error", "bound"))
+    return float(error) / float(bound) if error and bound else None
+
+
+def _causes(operator: str, outcomes: list[Outcome], found: Mapping[str, list[Guess]]) -> Iterator[Cause]:
+    conventions = [outcome.message for outcome in outcomes if _CONVENTION.fullmatch(outcome.message)]
+    if conventions:
+        yield Cause(operator, conventions[0])
+        return
+    for lower in inside(operator):
+        best = next(iter(found.get(lower, ())), None)
+        if best is not None and best.fault is not None and operator in best.fault.shows_in:
+            yield Cause(operator, f"it fails as a fault of {lower} would make it: mend {lower} first", below=lower)
+            return
+    yield from (_cause(operator, guess, number) for number, guess in enumerate(found[operator]))
+
+
+def _cause(operator: str, guess: Guess, number: int) -> Cause:
+    """A guess in words: what the fault does, where all fails as it does; else what there is to mend, and an example."""
+    fault = guess.fault
+    what = FAMILIES[guess.family] if fault is None else f"{FAMILIES[guess.family]}; as where {fault.does}"
+    if fault is not None and guess.likeness >= _THE_SAME:
+        what = fault.does
+    how = guess.word + (f", as in {fault.report}" if fault is not None and fault.report else "")
+    return Cause(operator, f"{'or ' if number else ''}{what} ({how})", fault.id if fault else "", guess.family)
