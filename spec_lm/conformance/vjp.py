@@ -287,10 +287,10 @@ def _softmax(
 ) -> tuple[np.ndarray, Callable[[np.ndarray, np.ndarray | float], np.ndarray]]:
     """p = softmax along the last axis; dscores = p (dp - sum p dp). The pullback also takes an error of that sum.
 
-    exp2(x log2 e) rounds the scores themselves, exp(x - logsumexp(x)) a whole row alike. p dp rounds by itself where
-    exp / sum is differentiated step by step. Then the maximum that was subtracted may get minus the sum of the row's
-    gradients: nothing but what rounding left of it. A running maximum gets that of every step, and entries that are
-    alike leave the same: u sqrt(n) sum|p dp| more.
+    exp2(x log2 e) rounds the scores themselves, exp(x - logsumexp(x)) a whole row alike. Where exp / sum is
+    differentiated step by step, the maximum that was subtracted may get minus the sum of the row's gradients: nothing
+    but what rounding left of it. A running maximum gets that of every step, and entries that are alike leave the same:
+    u sqrt(n) sum|p dp| more.
     """
     a, n = noise.a, scores.shape[-1]
     scores = noise.rounded(scores)
@@ -302,7 +302,7 @@ def _softmax(
     p = p * noise.spread(np.ones_like(total), a.v * np.abs(highest + np.log(total)))
 
     def pullback(dp: np.ndarray, sum_error: np.ndarray | float = 0.0) -> np.ndarray:
-        weighted = noise.rounded(p * dp)
+        weighted = p * dp
         mean = _total(noise, weighted) + sum_error
         d_scores = noise.rounded(weighted - p * mean)
         left = np.abs(_total(noise, d_scores)) + a.u * sqrt(n) * np.abs(weighted).sum(-1, keepdims=True)
