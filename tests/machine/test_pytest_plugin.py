@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
     not [entry for entry in importlib.metadata.entry_points(group="pytest11") if entry.name == "spec_lm"],
     reason="pytest finds the plugin once spec_lm is installed: pip install -e .",
 )
-SOFTMAX = "sums_to_one or any_dim"
+SOFTMAX = "one_element_axis_gives_one or any_dim"
 NAIVE = "def run_softmax(in_features, dim):\n    e = in_features.exp()\n    return e / e.sum(dim, keepdim=True)\n"
 
 
