@@ -84,11 +84,12 @@ class _Writer:
 
     def ways(self) -> Iterator[_Write]:
         """What could be written."""
-        calls, kind, message = self.seen.calls, self.seen.violation.kind, str(self.seen.violation)
-        if not calls:
-            return
+        violation, calls = self.seen.violation, self.seen.calls
+        kind, message = violation.kind, str(violation)
+        if not calls or (isinstance(violation, Raised) and not isinstance(violation.exception, Exception)):
+            return  # what ends a process is not raised once more
         last = calls[-1]
-        if isinstance(self.seen.violation, Raised):
+        if isinstance(violation, Raised):
             yield from _after_others(calls, lambda script: script.result(last))
         elif kind == "accepted":
             yield lambda script: script.refused(last, message)
@@ -186,7 +187,7 @@ def _fails(script: Script, times: int, violation: Violation) -> bool:
             raise
         except BaseException as raised:
             if is_imported:
-                return type(raised) is expected and isinstance(raised, Exception)
+                return type(raised) is expected
             continue
         return False
     return False
