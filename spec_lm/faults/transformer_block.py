@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from functools import partial
-from math import log, sqrt
+from math import gcd, log, sqrt
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from spec_lm.faults import fault
+from spec_lm.faults import scaled_dot_product_attention as attention_faults
 from spec_lm.reference import functional
 from spec_lm.reference.functional import (
     BLOCK_EPS,
@@ -16,6 +18,7 @@ from spec_lm.reference.functional import (
     merge_heads,
     multihead_self_attention_with_rope,
     rmsnorm,
+    silu,
     split_heads,
     swiglu,
 )
@@ -60,6 +63,15 @@ def attention(x, weights, num_heads, *, rotate=lambda heads: heads, mask=None, s
     mask = functional.causal_mask(x.shape[-2]) if mask is None else mask
     heads = functional.scaled_dot_product_attention(rotate(query) * scale, rotate(key), value, mask)
     return linear(merge_heads(heads), weights["attn.output_proj.weight"])
+
+
+right = functional.transformer_block
+
+
+def _with(*call, **replaced):
+    """The reference with others in place of its own parts, as `rmsnorm` or `softmax`."""
+    with patch.multiple(functional, **replaced):
+        return right(*call)
 
 
 def rotation(x, theta, max_seq_len):
@@ -271,6 +283,73 @@ def norm_over_the_sequence(x, weights, num_heads, theta, max_seq_len):
     return assembled(x, parts(weights, num_heads, theta, max_seq_len)._replace(**norms))
 
 
+@fault(
+    BLOCK,
+    family="norm",
+    does="values are made of the stream, queries and keys of its norm",
+    detected_by=("pre_norm", "each_norm_has_its_own_gain", "attention_is_added_to_the_unnormalized_stream"),
+    mistake="The norm is a part of the projection of queries and keys in other models.",
+)
+def values_from_the_stream(x, weights, num_heads, theta, max_seq_len):
+    def attend(x):
+        values = split_heads(linear(x, weights["attn.v_proj.weight"]), num_heads)
+        rotate, normed = rotation(x, theta, max_seq_len), rmsnorm(x, weights["ln1.weight"], BLOCK_EPS)
+        query, key = (split_heads(linear(normed, weights[f"attn.{n}_proj.weight"]), num_heads) for n in "qk")
+        mask = functional.causal_mask(x.shape[-2])
+        heads = functional.scaled_dot_product_attention(rotate(query), rotate(key), values, mask)
+        return linear(merge_heads(heads), weights["attn.output_proj.weight"])
+
+    block = parts(weights, num_heads, theta, max_seq_len)
+    return assembled(x, block._replace(norm1=lambda stream: stream, attend=attend))
+
+
+@fault(
+    BLOCK,
+    family="norm",
+    does="the norms subtract the mean, as LayerNorm does",
+    detected_by=(
+        "attention_is_added_to_the_unnormalized_stream",
+        "feed_forward_is_added_to_the_unnormalized_stream",
+        ORACLE,
+    ),
+    mistake="The norm of most models before.",
+)
+def mean_subtracted(x, weights, num_heads, theta, max_seq_len):
+    def norm(x, gain, eps):
+        return rmsnorm(x - x.mean(-1, keepdim=True), gain, eps)
+
+    return _with(x, weights, num_heads, theta, max_seq_len, rmsnorm=norm)
+
+
+@fault(
+    BLOCK,
+    family="norm",
+    does="the gain is multiplied before the norm",
+    detected_by=("feed_forward_is_added_to_the_unnormalized_stream", "each_norm_has_its_own_gain"),
+    mistake="Gains of 1, as initialized, hide it.",
+)
+def gain_before_the_norm(x, weights, num_heads, theta, max_seq_len):
+    def norm(x, gain, eps):
+        return rmsnorm(x * gain, torch.ones_like(gain), eps)
+
+    return _with(x, weights, num_heads, theta, max_seq_len, rmsnorm=norm)
+
+
+@fault(
+    BLOCK,
+    family="norm",
+    does="eps is added to the root mean square, not to the mean square",
+    detected_by=("eps_is_1e_5", ORACLE),
+    mistake="Nothing shows where the stream is not tiny.",
+    report="allenai/OLMo#281",
+)
+def eps_outside_the_root(x, weights, num_heads, theta, max_seq_len):
+    def norm(x, gain, eps):
+        return x / (x.square().mean(-1, keepdim=True).sqrt() + eps) * gain
+
+    return _with(x, weights, num_heads, theta, max_seq_len, rmsnorm=norm)
+
+
 # -------------------------------------------------------------------------------------------------- order of the halves
 
 
@@ -322,6 +401,88 @@ def gate_exchanged(x, weights, num_heads, theta, max_seq_len):
     w1, w3 = weights["ffn.w1.weight"], weights["ffn.w3.weight"]
     exchanged = {**weights, "ffn.w1.weight": w3, "ffn.w3.weight": w1}
     return functional.transformer_block(x, exchanged, num_heads, theta, max_seq_len)
+
+
+@fault(
+    BLOCK,
+    family="formula",
+    does="the gate's SiLU is taken of the product: silu(W_1 x * W_3 x)",
+    detected_by=("feed_forward_is_added_to_the_unnormalized_stream", ORACLE),
+    mistake="A slip of the parenthesis.",
+    report="Nijikadesu/breakdown-minimind#3",
+)
+def silu_of_the_product(x, weights, num_heads, theta, max_seq_len):
+    def feed(x, w1, w2, w3):
+        return linear(silu(linear(x, w1) * linear(x, w3)), w2)
+
+    return _with(x, weights, num_heads, theta, max_seq_len, swiglu=feed)
+
+
+@fault(
+    BLOCK,
+    family="formula",
+    kind="gelu",
+    does="the gate is GELU",
+    detected_by=("feed_forward_is_added_to_the_unnormalized_stream", ORACLE),
+    mistake="The gate of other models.",
+)
+def gelu_in_the_gate(x, weights, num_heads, theta, max_seq_len):
+    return _with(x, weights, num_heads, theta, max_seq_len, silu=partial(torch.nn.functional.gelu, approximate="tanh"))
+
+
+@fault(
+    BLOCK,
+    family="weights",
+    kind="square_weight_transposed",
+    does="W_2 is transposed where d_ff is d_model",
+    detected_by=("feed_forward_is_added_to_the_unnormalized_stream", ORACLE),
+    mistake="The weight is square, so both products run.",
+    report="Integral2u/SharpMind#14",
+)
+def square_w_2_transposed(x, weights, num_heads, theta, max_seq_len):
+    w2 = weights["ffn.w2.weight"]
+    turned = {**weights, "ffn.w2.weight": w2.T if w2.shape[0] == w2.shape[1] else w2}
+    return right(x, turned, num_heads, theta, max_seq_len)
+
+
+@fault(
+    BLOCK,
+    family="weights",
+    does="W_Q and W_K are exchanged",
+    detected_by=("rope_is_on", "attention_is_added_to_the_unnormalized_stream", ORACLE),
+    mistake="The stacked weight is cut in another order than it was stacked.",
+)
+def queries_and_keys_exchanged(x, weights, num_heads, theta, max_seq_len):
+    q, k = "attn.q_proj.weight", "attn.k_proj.weight"
+    return right(x, {**weights, q: weights[k], k: weights[q]}, num_heads, theta, max_seq_len)
+
+
+@fault(
+    BLOCK,
+    family="weights",
+    does="values are made with W_K",
+    detected_by=("attention_is_added_to_the_unnormalized_stream", ORACLE),
+    mistake="A line is copied, and one letter of it not changed.",
+    report="meta-pytorch/torchtune#21",
+)
+def values_from_keys(x, weights, num_heads, theta, max_seq_len):
+    return right(x, {**weights, "attn.v_proj.weight": weights["attn.k_proj.weight"]}, num_heads, theta, max_seq_len)
+
+
+@fault(
+    BLOCK,
+    family="boundary",
+    kind="tail_left_out",
+    does="of more than 32 hidden units those after the last whole block of 32 are left out",
+    detected_by="feed_forward_of_any_width",
+    mistake="d_ff is a multiple of 64 in every model one has seen.",
+)
+def hidden_units_after_whole_blocks_left_out(x, weights, num_heads, theta, max_seq_len):
+    def feed(x, w1, w2, w3):
+        kept = len(w1) // 32 * 32 if len(w1) > 32 else len(w1)
+        return swiglu(x, w1[:kept], w2[:, :kept], w3[:kept])
+
+    return _with(x, weights, num_heads, theta, max_seq_len, swiglu=feed)
 
 
 # --------------------------------------------------------------------------------------------------- rotation and masks
@@ -458,7 +619,374 @@ def _through_one_sequence(x, attend):
     return attend(x.reshape(1, -1, x.shape[-1])).reshape(x.shape)
 
 
+@fault(
+    BLOCK,
+    family="mask",
+    kind="mask_lost_without_gradients",
+    does="no causal mask under no_grad",
+    detected_by="grad_mode_changes_nothing",
+    mistake="A fast path for inference has no argument for the mask.",
+    report="pytorch/pytorch#86120",
+)
+def no_causal_mask_without_gradients(x, weights, num_heads, theta, max_seq_len):
+    return (right if torch.is_grad_enabled() else no_causal_mask)(x, weights, num_heads, theta, max_seq_len)
+
+
+@fault(
+    BLOCK,
+    family="mask",
+    kind="window",
+    does="a token sees 64 tokens",
+    detected_by=("running_means_at_any_length", "any_length"),
+    mistake="The window of another model is left on, and short texts hide it.",
+    report="unslothai/unsloth#8253",
+)
+def window_of_64_tokens(x, weights, num_heads, theta, max_seq_len):
+    mask = functional.causal_mask(x.shape[-2]).triu(-63)
+    attend = partial(attention, weights=weights, num_heads=num_heads, rotate=rotation(x, theta, max_seq_len), mask=mask)
+    return assembled(x, parts(weights, num_heads, theta, max_seq_len)._replace(attend=attend))
+
+
+@fault(
+    BLOCK,
+    family="precision",
+    kind="positions_in_half",
+    does="positions are held in bfloat16: beyond 256 neighbors become one",
+    detected_by="rope_reaches_distant_positions",
+    mistake="The whole model is cast, its positions with it.",
+    report="huggingface/transformers#29285",
+)
+def positions_in_bfloat16(x, weights, num_heads, theta, max_seq_len):
+    def table(positions, d_k, theta):
+        return functional.rope_table(positions.bfloat16().long(), d_k, theta)
+
+    return _with_table(x, weights, num_heads, theta, max_seq_len, table)
+
+
+def _with_table(x, weights, num_heads, theta, max_seq_len, table):
+    """The block whose rotation comes of another table."""
+
+    def rotate(heads):
+        return functional.rotate_pairs(heads, table(torch.arange(heads.shape[-2]), heads.shape[-1], theta))
+
+    functional.refuse_longer(x.shape[-2], max_seq_len, "max_seq_len")
+    attend = partial(attention, weights=weights, num_heads=num_heads, rotate=rotate)
+    return assembled(x, parts(weights, num_heads, theta, max_seq_len)._replace(attend=attend))
+
+
+@fault(
+    BLOCK,
+    family="precision",
+    kind="positions_in_short_integers",
+    does="positions are held in int8: 128 becomes -128",
+    detected_by="rope_reaches_distant_positions",
+    mistake="Enough for the texts of a test.",
+)
+def positions_in_int8(x, weights, num_heads, theta, max_seq_len):
+    def table(positions, d_k, theta):
+        return functional.rope_table(positions.to(torch.int8).long(), d_k, theta)
+
+    return _with_table(x, weights, num_heads, theta, max_seq_len, table)
+
+
+@fault(
+    BLOCK,
+    family="precision",
+    does="angles are computed in bfloat16",
+    detected_by=("rope_is_on", ORACLE),
+    mistake="Frequencies are a buffer of the module, cast with its weights.",
+    report="KellerJordan/modded-nanogpt#39",
+)
+def angles_in_bfloat16(x, weights, num_heads, theta, max_seq_len):
+    def table(positions, d_k, theta):
+        exponents = torch.arange(0, d_k, 2, dtype=torch.float64) / d_k
+        angles = (positions[..., None] * (theta**-exponents).bfloat16()).bfloat16().double()
+        return torch.stack((angles.cos(), angles.sin()))
+
+    return _with_table(x, weights, num_heads, theta, max_seq_len, table)
+
+
+# ----------------------------------------------------------------------------------------------- precision and overflow
+
+
+@fault(
+    BLOCK,
+    family="precision",
+    kind="bfloat16_inside",
+    does="the stream is rounded to bfloat16 between the halves",
+    detected_by=("zero_output_weights_give_the_input", "attention_is_added_to_the_unnormalized_stream", ORACLE),
+    mistake="A residual kept short to save memory.",
+)
+def stream_in_bfloat16(x, weights, num_heads, theta, max_seq_len):
+    block = parts(weights, num_heads, theta, max_seq_len)
+    y = (x + block.attend(block.norm1(x))).bfloat16().to(x.dtype)
+    return y + block.feed(block.norm2(y))
+
+
+@fault(
+    BLOCK,
+    family="precision",
+    does="the norms' inverse root is rounded to bfloat16",
+    detected_by=("feed_forward_is_added_to_the_unnormalized_stream", ORACLE),
+    mistake="A fast inverse root without the step that corrects it.",
+)
+def root_in_bfloat16(x, weights, num_heads, theta, max_seq_len):
+    def norm(x, gain, eps):
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt().bfloat16().to(x.dtype) * gain
+
+    return _with(x, weights, num_heads, theta, max_seq_len, rmsnorm=norm)
+
+
+@fault(
+    BLOCK,
+    family="precision",
+    kind="float16_inside",
+    does="the norms read the stream in float16, which ends at 65504",
+    detected_by=("large_streams_stay_finite", "feed_forward_is_added_to_the_unnormalized_stream"),
+    mistake="The stream grows with depth; the first layers hide it.",
+)
+def norm_in_float16(x, weights, num_heads, theta, max_seq_len):
+    def norm(x, gain, eps):
+        return rmsnorm(x.half(), gain.half(), eps).to(x.dtype)
+
+    return _with(x, weights, num_heads, theta, max_seq_len, rmsnorm=norm)
+
+
+@fault(
+    BLOCK,
+    family="overflow",
+    does="the norms square in the dtype of the input: float16 ends at the square of 256",
+    detected_by="large_half_streams_stay_finite",
+    mistake="Inputs of rms 1 are all that one has tried.",
+    report="pytorch/pytorch#133085",
+)
+def squares_in_the_input_dtype(x, weights, num_heads, theta, max_seq_len):
+    def norm(x, gain, eps):
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * gain
+
+    return _with(x, weights, num_heads, theta, max_seq_len, rmsnorm=norm)
+
+
+@fault(
+    BLOCK,
+    family="precision",
+    kind="tf32_inside",
+    does="products are those of TF32, which nobody declared",
+    detected_by=("feed_forward_is_added_to_the_unnormalized_stream", ORACLE),
+    mistake="A default of some device, which keeps 11 bits of each factor.",
+)
+def tf32_products(x, weights, num_heads, theta, max_seq_len):
+    return _with(x, weights, num_heads, theta, max_seq_len, linear=_tf32_product)
+
+
+def _tf32_product(x, weight):
+    return linear(attention_faults.tf32(x), attention_faults.tf32(weight))
+
+
+@fault(
+    BLOCK,
+    family="precision",
+    does="float64 is computed in float32",
+    detected_by="agrees_with_the_oracle_in_float64",
+    mistake="A cast to float32 that was meant for half precision.",
+    no_invariant="To float32's accuracy every relation holds: only more digits of the right value tell.",
+)
+def float32_inside(x, weights, num_heads, theta, max_seq_len):
+    narrow = {name: weight.float() for name, weight in weights.items()}
+    return right(x.float(), narrow, num_heads, theta, max_seq_len).to(x.dtype)
+
+
+# --------------------------------------------------------------------------------------------- what a block must refuse
+
+
+@fault(
+    BLOCK,
+    family="refusal",
+    does="a sequence longer than max_seq_len is accepted",
+    detected_by="refuses_a_sequence_over_max_seq_len",
+    mistake="Nothing depends on a table, so nothing fails.",
+    report="unslothai/unsloth#1236",
+)
+def over_long_accepted(x, weights, num_heads, theta, max_seq_len):
+    return right(x, weights, num_heads, theta, max(max_seq_len, x.shape[-2]))
+
+
+@fault(
+    BLOCK,
+    family="refusal",
+    does="it computes with the greatest number of heads of even size that divides d_model",
+    detected_by=("refuses_a_number_of_heads_that_does_not_divide", "refuses_an_odd_head_size"),
+    mistake="Something close runs, where an error was due.",
+    report="fla-org/flash-linear-attention#1029",
+)
+def heads_that_divide(x, weights, num_heads, theta, max_seq_len):
+    return right(x, weights, gcd(num_heads, x.shape[-1] // 2), theta, max_seq_len)
+
+
 # ---------------------------------------------------------------------------------------------- the call and its traces
+
+
+@fault(
+    BLOCK,
+    family="signature",
+    kind="float32_returned",
+    does="a result of half precision is returned in float32",
+    detected_by=(
+        "agrees_with_the_oracle_in_bfloat16",
+        "agrees_with_the_oracle_in_float16",
+        "large_half_streams_stay_finite",
+    ),
+    mistake="The stream is widened for the residuals, never narrowed again.",
+)
+def float32_returned_for_half(*call):
+    output = right(*call)
+    return output.to(torch.promote_types(output.dtype, torch.float32))
+
+
+@fault(
+    BLOCK,
+    family="boundary",
+    kind="empty_batch_fails",
+    does="examples are stacked one by one, and none cannot be stacked",
+    detected_by="empty_batch_gives_an_empty_result",
+    mistake="An empty batch was never met in training.",
+    report="pytorch/pytorch#174939",
+)
+def examples_stacked_one_by_one(x, weights, num_heads, theta, max_seq_len):
+    return torch.stack([right(example[None], weights, num_heads, theta, max_seq_len)[0] for example in x])
+
+
+@fault(
+    BLOCK,
+    family="batch",
+    does="lone tokens get the output of the first example",
+    detected_by="every_example_alone_where_sizes_coincide",
+    mistake="The path for one new token forgets the batch.",
+    report="ml-explore/mlx#3494",
+)
+def lone_tokens_of_the_first_example(x, weights, num_heads, theta, max_seq_len):
+    output = right(x, weights, num_heads, theta, max_seq_len)
+    return output[:1].expand_as(output).clone() if x.shape[-2] == 1 else output
+
+
+@fault(
+    BLOCK,
+    family="layout",
+    kind="strides_ignored",
+    does="the memory of W_1 is walked as if it were contiguous",
+    detected_by="any_memory_layout",
+    mistake="A weight that arrives transposed is a view.",
+    report="pytorch/pytorch#51713",
+)
+def weight_strides_ignored(x, weights, num_heads, theta, max_seq_len):
+    held = {**weights, "ffn.w1.weight": attention_faults.following(weights["ffn.w1.weight"])}
+    return right(x, held, num_heads, theta, max_seq_len)
+
+
+@fault(
+    BLOCK,
+    family="layout",
+    kind="strides_ignored",
+    does="the memory of the input is walked as if it were contiguous",
+    detected_by="any_memory_layout",
+    mistake="A kernel that takes the address and the sizes, and forgets the strides.",
+    report="pytorch/pytorch#163597",
+)
+def input_strides_ignored(x, weights, num_heads, theta, max_seq_len):
+    return right(attention_faults.following(x), weights, num_heads, theta, max_seq_len)
+
+
+@fault(
+    BLOCK,
+    family="arguments",
+    does="the norms write into the stream, where float() makes no copy",
+    detected_by=("does_not_change_its_arguments", "zero_output_weights_give_the_input"),
+    mistake="In half precision float() copies; in float32 it gives the tensor itself.",
+    report="GeeeekExplorer/nano-vllm#170",
+)
+def norm_written_into_the_stream(x, weights, num_heads, theta, max_seq_len):
+    def norm(stream, gain, eps):
+        wide = stream.float()
+        return wide.mul_((wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(stream.dtype) * gain
+
+    return _with(x, weights, num_heads, theta, max_seq_len, rmsnorm=norm)
+
+
+@fault(
+    BLOCK,
+    family="memory",
+    kind="dropout_left_on",
+    does="dropout is on where weights require gradients",
+    detected_by="grad_mode_changes_nothing",
+    mistake="Whether one trains is told by the weights, not by the caller.",
+)
+def dropout_where_gradients_are_wanted(x, weights, num_heads, theta, max_seq_len):
+    tracked = any(weight.requires_grad for weight in weights.values())
+    return (dropout_left_on if tracked else right)(x, weights, num_heads, theta, max_seq_len)
+
+
+_CACHE: dict[Any, Tensor] = {}
+
+
+@fault(
+    BLOCK,
+    family="memory",
+    does="tokens attend to those of the call before, where it had the same shape",
+    detected_by="has_no_memory",
+    mistake="A decoder's cache that nobody emptied between two texts.",
+)
+def cache_not_emptied(x, weights, num_heads, theta, max_seq_len):
+    before = _CACHE.pop((x.shape, x.dtype), None)
+    _CACHE[x.shape, x.dtype] = x.detach().clone()
+    if before is None:
+        return right(x, weights, num_heads, theta, max_seq_len)
+    return right(torch.cat((before, x), -2), weights, num_heads, theta, 2 * max_seq_len)[..., x.shape[-2] :, :]
+
+
+_TABLES: dict[Any, Tensor] = {}
+
+
+@fault(
+    BLOCK,
+    family="memory",
+    kind="table_cached_without_theta",
+    does="the table of angles is kept by its sizes, without theta",
+    detected_by="rope_is_on",
+    mistake="In one model theta never changes.",
+)
+def table_kept_without_theta(x, weights, num_heads, theta, max_seq_len):
+    def table(positions, d_k, theta):
+        key = (len(positions), d_k)
+        if key not in _TABLES:
+            _TABLES[key] = functional.rope_table(positions, d_k, theta)
+        return _TABLES[key]
+
+    return _with_table(x, weights, num_heads, theta, max_seq_len, table)
+
+
+@fault(
+    BLOCK,
+    family="global_state",
+    does="modules are built in every call, and so draw their weights",
+    detected_by="leaves_the_global_random_state_alone",
+    mistake="The weights drawn are overwritten; the numbers drawn are gone.",
+)
+def modules_built_in_every_call(x, weights, num_heads, theta, max_seq_len):
+    for weight in weights.values():
+        torch.nn.init.trunc_normal_(torch.empty_like(weight))
+    return right(x, weights, num_heads, theta, max_seq_len)
+
+
+@fault(
+    BLOCK,
+    family="global_state",
+    does="gradients are switched off for good",
+    detected_by="leaves_global_settings_alone",
+    mistake="set_grad_enabled(False) is no context manager here.",
+)
+def gradients_switched_off(*call):
+    torch.set_grad_enabled(False)
+    return right(*call)
 
 
 @fault(
@@ -523,10 +1051,156 @@ def cached_by_sizes_alone(x, weights, num_heads, theta, max_seq_len):
     BLOCK,
     family="memory",
     does="dropout is on",
-    detected_by=("has_no_memory", ORACLE),
+    detected_by=("has_no_memory", "the_global_random_state_decides_nothing", ORACLE),
     mistake="A module that was never told eval().",
 )
 def dropout_left_on(x, weights, num_heads, theta, max_seq_len):
     block = parts(weights, num_heads, theta, max_seq_len)
     y = x + torch.dropout(block.attend(block.norm1(x)), 0.25, True)
     return y + torch.dropout(block.feed(block.norm2(y)), 0.25, True)
+
+
+# ---------------------------------------------------------------------- paths, lengths, dtypes, layouts, global state
+
+
+@fault(
+    BLOCK,
+    family="memory",
+    kind="another_path_without_gradients",
+    does="a fast path without gradients, which leaves the second norm out",
+    detected_by="grad_mode_changes_nothing",
+    mistake="Two texts of one block, of which one was mended.",
+    report="pytorch/pytorch#190486",
+)
+def no_second_norm_without_gradients(x, weights, num_heads, theta, max_seq_len):
+    block = parts(weights, num_heads, theta, max_seq_len)
+    return assembled(x, block if torch.is_grad_enabled() else block._replace(norm2=lambda stream: stream))
+
+
+@fault(
+    BLOCK,
+    family="boundary",
+    kind="tokens_beyond_a_block",
+    does="from the 33rd token on the feed-forward network is left out",
+    detected_by="any_length",
+    mistake="A loop over blocks of 32 rows that leaves out the last, partial one.",
+    report="66RING/tiny-flash-attention#12",
+)
+def feed_forward_of_the_first_32_tokens(x, weights, num_heads, theta, max_seq_len):
+    block = parts(weights, num_heads, theta, max_seq_len)
+
+    def feed(stream):
+        return torch.cat((block.feed(stream[..., :32, :]), torch.zeros_like(stream[..., 32:, :])), -2)
+
+    return assembled(x, block._replace(feed=feed))
+
+
+@fault(
+    BLOCK,
+    family="precision",
+    kind="short_dtype_inside",
+    does="the stream is added up in float16, whatever the dtype",
+    detected_by=("large_streams_stay_finite", ORACLE),
+    mistake="The residual was thought to be small.",
+)
+def stream_in_float16(x, weights, num_heads, theta, max_seq_len):
+    block = parts(weights, num_heads, theta, max_seq_len)
+    y = (x.half() + block.attend(block.norm1(x)).half()).to(x.dtype)
+    return (y.half() + block.feed(block.norm2(y)).half()).to(x.dtype)
+
+
+@fault(
+    BLOCK,
+    family="signature",
+    kind="float32_returned",
+    does="a stream in half precision comes back in float32",
+    detected_by=("agrees_with_the_oracle_in_bfloat16", "agrees_with_the_oracle_in_float16"),
+    mistake="The norm's result was not cast back.",
+)
+def half_stream_widened(x, weights, num_heads, theta, max_seq_len):
+    y = functional.transformer_block(x, weights, num_heads, theta, max_seq_len)
+    return y.float() if x.dtype in (torch.float16, torch.bfloat16) else y
+
+
+@fault(
+    BLOCK,
+    family="precision",
+    kind="float32_inside",
+    does="float64 is computed in float32",
+    detected_by="agrees_with_the_oracle_in_float64",
+    mistake="A cast that was meant for half precision.",
+)
+def float64_computed_in_float32(x, weights, num_heads, theta, max_seq_len):
+    narrow = {name: weight.float() if weight.dtype == torch.float64 else weight for name, weight in weights.items()}
+    stream = x.float() if x.dtype == torch.float64 else x
+    return functional.transformer_block(stream, narrow, num_heads, theta, max_seq_len).to(x.dtype)
+
+
+@fault(
+    BLOCK,
+    family="layout",
+    kind="weight_strides_ignored",
+    does="W_2 is read as if it were contiguous",
+    detected_by="any_memory_layout",
+    mistake="A kernel that takes the address and the sizes, and forgets the strides.",
+    report="pytorch/pytorch#162730",
+)
+def strides_of_w2_ignored(x, weights, num_heads, theta, max_seq_len):
+    w2 = weights["ffn.w2.weight"]
+    read = w2.as_strided(w2.shape, (w2.shape[1], 1))
+    return functional.transformer_block(x, {**weights, "ffn.w2.weight": read}, num_heads, theta, max_seq_len)
+
+
+@fault(
+    BLOCK,
+    family="signature",
+    kind="empty_batch",
+    does="a batch of no examples gives one example of zeros",
+    detected_by="empty_batch_gives_an_empty_result",
+    mistake="A default for a loop that never runs.",
+    report="pytorch/pytorch#174939",
+)
+def empty_batch_gives_zeros(x, weights, num_heads, theta, max_seq_len):
+    if x.numel() == 0:
+        return x.new_zeros(1, *x.shape[1:])
+    return functional.transformer_block(x, weights, num_heads, theta, max_seq_len)
+
+
+@fault(
+    BLOCK,
+    family="memory",
+    kind="dropout_left_on",
+    does="a tenth of what each half adds is dropped, as in training",
+    detected_by=("the_global_random_state_decides_nothing", "has_no_memory"),
+    mistake="The functional form drops whatever the mode is.",
+)
+def residual_dropout_left_on(x, weights, num_heads, theta, max_seq_len):
+    block = parts(weights, num_heads, theta, max_seq_len)
+    y = x + torch.dropout(block.attend(block.norm1(x)), 0.1, True)
+    return y + torch.dropout(block.feed(block.norm2(y)), 0.1, True)
+
+
+@fault(
+    BLOCK,
+    family="global_state",
+    kind="modules_built_in_every_call",
+    does="builds its norms and products anew in every call, and so draws numbers",
+    detected_by="leaves_the_global_random_state_alone",
+    mistake="The weights drawn are overwritten; the numbers drawn are gone.",
+)
+def modules_built_anew(x, weights, num_heads, theta, max_seq_len):
+    torch.nn.Linear(x.shape[-1], x.shape[-1], bias=False)
+    return functional.transformer_block(x, weights, num_heads, theta, max_seq_len)
+
+
+@fault(
+    BLOCK,
+    family="global_state",
+    kind="threads_set",
+    does="sets the number of threads for its own sake, and does not put it back",
+    detected_by="leaves_global_settings_alone",
+    mistake="A setting of the process is taken for one of the call.",
+)
+def threads_set_for_good(x, weights, num_heads, theta, max_seq_len):
+    torch.set_num_threads(2)
+    return functional.transformer_block(x, weights, num_heads, theta, max_seq_len)

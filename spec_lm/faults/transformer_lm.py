@@ -1,5 +1,6 @@
 """Faults of the Transformer language model: the head, the final norm, the layers, the context, what a call leaves."""
 
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -529,3 +530,148 @@ def cached_by_sizes_alone(token_ids, weights, num_heads, theta, context_length):
 def dropout_left_on(token_ids, weights, num_heads, theta, context_length):
     block = transformer_block.dropout_left_on
     return scored(streamed(token_ids, weights, num_heads, theta, context_length, block=block), weights)
+
+
+# ---------------------------------------------------------------------- paths, lengths, dtypes, layouts, global state
+
+
+@fault(
+    LM,
+    family="memory",
+    kind="another_path_without_gradients",
+    does="without gradients the last layer is skipped",
+    detected_by="grad_mode_changes_nothing",
+    mistake="An early exit for generation, taken in evaluation too.",
+    report="pytorch/pytorch#106630",
+)
+def last_layer_skipped_without_gradients(token_ids, weights, num_heads, theta, context_length):
+    layers = numbers(weights) if torch.is_grad_enabled() else numbers(weights)[:-1]
+    return scored(streamed(token_ids, weights, num_heads, theta, context_length, layers=layers), weights)
+
+
+@fault(
+    LM,
+    family="boundary",
+    kind="tokens_beyond_a_block",
+    does="from the 33rd token on the final norm is left out",
+    detected_by="any_length",
+    mistake="A loop over blocks of 32 rows that leaves out the last, partial one.",
+    report="66RING/tiny-flash-attention#12",
+)
+def final_norm_of_the_first_32_tokens(token_ids, weights, num_heads, theta, context_length):
+    x = streamed(token_ids, weights, num_heads, theta, context_length)
+    return torch.cat((scored(x[..., :32, :], weights), linear(x[..., 32:, :], weights[HEAD])), -2)
+
+
+@fault(
+    LM,
+    family="positions",
+    kind="table_too_short",
+    does="tokens from the 32nd on share the position 31",
+    detected_by="any_length",
+    mistake="A rotary table that was made for 32 tokens, and an index clamped to it.",
+    report="unslothai/unsloth#1236",
+)
+def positions_stop_at_a_table_of_32(token_ids, weights, num_heads, theta, context_length):
+    def block(x, held, num_heads, theta, max_seq_len):
+        made = transformer_block.parts(held, num_heads, theta, max_seq_len)
+        positions = torch.arange(x.shape[-2]).clamp(max=31)
+        return transformer_block.assembled(x, made._replace(attend=partial(made.attend, positions=positions)))
+
+    return scored(streamed(token_ids, weights, num_heads, theta, context_length, block=block), weights)
+
+
+@fault(
+    LM,
+    family="signature",
+    kind="float32_returned",
+    does="half-precision logits come back in float32",
+    detected_by=("agrees_with_the_oracle_in_bfloat16", "agrees_with_the_oracle_in_float16"),
+    mistake="The loss wants them wide; the caller gets them so.",
+)
+def half_logits_widened(token_ids, weights, num_heads, theta, context_length):
+    logits = functional.transformer_lm(token_ids, weights, num_heads, theta, context_length)
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
+@fault(
+    LM,
+    family="precision",
+    kind="bfloat16_inside",
+    does="whatever is not float32 is computed in bfloat16",
+    detected_by=("agrees_with_the_oracle_in_float64", "agrees_with_the_oracle_in_float16"),
+    mistake="Autocast, where float64 was asked for.",
+)
+def computed_in_bfloat16_unless_float32(token_ids, weights, num_heads, theta, context_length):
+    dtype = weights[HEAD].dtype
+    inside = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    narrow = {name: weight.to(inside) for name, weight in weights.items()}
+    return functional.transformer_lm(token_ids, narrow, num_heads, theta, context_length).to(dtype)
+
+
+@fault(
+    LM,
+    family="layout",
+    kind="input_strides_ignored",
+    does="ids are read as if they were contiguous",
+    detected_by="any_memory_layout",
+    mistake="A kernel that takes the address and the sizes, and forgets the strides.",
+    report="ml-explore/mlx#657",
+)
+def strides_of_the_ids_ignored(token_ids, weights, num_heads, theta, context_length):
+    read = token_ids.as_strided(token_ids.shape, token_ids.new_empty(token_ids.shape).stride())
+    return functional.transformer_lm(read, weights, num_heads, theta, context_length)
+
+
+@fault(
+    LM,
+    family="signature",
+    kind="empty_batch_refused",
+    does="a batch of no examples is refused",
+    detected_by="empty_batch_gives_an_empty_result",
+    mistake="max() over no ids, to see whether they fit the vocabulary.",
+    report="Dao-AILab/flash-attention#1159",
+)
+def empty_batch_refused(token_ids, weights, num_heads, theta, context_length):
+    token_ids.max()
+    return functional.transformer_lm(token_ids, weights, num_heads, theta, context_length)
+
+
+@fault(
+    LM,
+    family="memory",
+    kind="dropout_left_on",
+    does="a tenth of the embedding is dropped, as in training",
+    detected_by=("the_global_random_state_decides_nothing", "has_no_memory"),
+    mistake="The functional form drops whatever the mode is.",
+)
+def embedding_dropout_left_on(token_ids, weights, num_heads, theta, context_length):
+    dropped = {**weights, EMBEDDING: torch.dropout(weights[EMBEDDING], 0.1, True)}
+    return functional.transformer_lm(token_ids, dropped, num_heads, theta, context_length)
+
+
+@fault(
+    LM,
+    family="global_state",
+    kind="seed_set",
+    does="sets the seed, so that results can be repeated",
+    detected_by="leaves_the_global_random_state_alone",
+    mistake="All other draws of the process are now the same after each call.",
+)
+def seed_set_in_every_call(token_ids, weights, num_heads, theta, context_length):
+    torch.manual_seed(0)
+    return functional.transformer_lm(token_ids, weights, num_heads, theta, context_length)
+
+
+@fault(
+    LM,
+    family="global_state",
+    kind="default_dtype_set",
+    does="makes its own dtype the default of the process",
+    detected_by="leaves_global_settings_alone",
+    mistake="Tables are then made in the right dtype, and so is everything else.",
+)
+def default_dtype_set(token_ids, weights, num_heads, theta, context_length):
+    logits = functional.transformer_lm(token_ids, weights, num_heads, theta, context_length)
+    torch.set_default_dtype(torch.bfloat16)
+    return logits
