@@ -7,21 +7,26 @@ data (`spec_lm/faults/matrix.json`), which `spec-lm explain` and the docs read.
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
+from hashlib import blake2b
 from inspect import getsourcefile, iscode, unwrap
 from pathlib import Path
 from types import CodeType
 from typing import Any
+from unittest.mock import patch
 from zlib import crc32
 
 import hypothesis
+import numpy as np
 from jaxtyping import config
 from pebble import ProcessExpired
 
 import spec_lm
-from spec_lm.conformance import workers
+from spec_lm.conformance import operators, workers
 from spec_lm.conformance.clause import CLAUSES, Clause, Search, seed_of
+from spec_lm.conformance.diagnosis import sort_of
 from spec_lm.conformance.operators import OPERATORS
 from spec_lm.conformance.report import Outcome, UserError
 from spec_lm.conformance.runner import DTYPES, SIGNATURE, OperatorRun, Settings, in_order, known_operators, preserved
@@ -34,8 +39,8 @@ PACKAGED = Path(__file__).parent / "faults" / "matrix.json"
 ORACLE_CLAUSES = ("agrees_with_the_oracle", "gradients_with_respect_to_", "any_length", "long_rows")
 ABOVE = "agrees_with_the_oracle"
 EXAMPLES_ABOVE = 10
-# Draws are made once a process, so that a process takes several faults; a few, so that cores end together.
-FAULTS_A_PROCESS = 8
+# Draws are made once a process, so that a process takes several faults; not all, so that cores end together.
+FAULTS_A_PROCESS = 16
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Row:
         detected_by: the worst err/bound by the name of the clause; None where the violation is not of values.
         not_judged: the names of clauses that could not be judged.
         shows_in: the operators above that disagree with the oracle where the reference contains the fault.
+        seen: what was seen, as "raised", by the name of the clause, where it was not a wrong value.
     """
 
     operator: str
@@ -60,6 +66,7 @@ class Row:
     detected_by: dict[str, float | None] = field(default_factory=dict)
     not_judged: tuple[str, ...] = ()
     shows_in: tuple[str, ...] = ()
+    seen: dict[str, str] = field(default_factory=dict)
 
     @property
     def by_the_oracle_alone(self) -> bool:
@@ -91,9 +98,9 @@ class Matrix:
         operator, _, name = clause_id.partition(".")
         return {i: row for i, row in self.faults.items() if row.operator == operator and name in row.detected_by}
 
-    def of(self, operators: Iterable[str]) -> "Matrix":
+    def of(self, names: Iterable[str]) -> "Matrix":
         """The part that is about these operators."""
-        kept = tuple(operators)
+        kept = tuple(names)
         clauses = {each: fingerprint for each, fingerprint in self.clauses.items() if each.split(".")[0] in kept}
         return replace(self, clauses=clauses, faults={i: row for i, row in self.faults.items() if row.operator in kept})
 
@@ -167,13 +174,13 @@ def _names(code: CodeType) -> set[str]:
 # ----------------------------------------------------------------------------------------------------------- measuring
 
 
-def chosen(operators: Iterable[str] = ()) -> tuple[dict[str, Fault], dict[str, Clause]]:
+def chosen(names: Iterable[str] = ()) -> tuple[dict[str, Fault], dict[str, Clause]]:
     """The faults and the clauses of these operators, by default of all.
 
     Raises:
         UsageError: an unknown operator.
     """
-    kept = known_operators(operators) or tuple(OPERATORS)
+    kept = known_operators(names) or tuple(OPERATORS)
     faults = {name: fault for name, fault in catalogue().items() if fault.operator in kept}
     return faults, {name: clause for name, clause in CLAUSES.items() if clause.operator in kept}
 
@@ -186,6 +193,7 @@ class Found:
     not_judged: tuple[str, ...] = ()
     shows_in: tuple[str, ...] = ()
     error: str = ""
+    seen: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -247,7 +255,7 @@ class Job:
     def run(self) -> dict[str, Found]:
         """What was found, by the fault's id."""
         workers.keep_to_itself(silent=True)
-        with _unchecked_shapes():
+        with _unchecked_shapes(), _remembering():
             own = [_DrawnOnce.of(CLAUSES[clause_id], self.settings.seed) for clause_id in self.clauses]
             of_those_above = [CLAUSES[f"{name}.{ABOVE}"] for name in above(self.faults[0].operator)]
             higher = [_DrawnOnce.of(clause, self.settings.seed) for clause in of_those_above]
@@ -266,6 +274,36 @@ def _unchecked_shapes() -> Iterator[None]:
         config.update("jaxtyping_disable", before)
 
 
+@contextmanager
+def _remembering() -> Iterator[None]:
+    """The oracle's values and bounds do not depend on the fault: for the same arguments they are computed once."""
+    with ExitStack() as stack:
+        for name in ("exact_value", "bounded", "exact_gradients", "bounded_gradients"):
+            stack.enter_context(patch.object(operators, name, _remembered(getattr(operators, name))))
+        yield
+
+
+def _remembered(function: Callable[..., Any]) -> Callable[..., Any]:
+    known: dict[Any, Any] = {}
+
+    def remembering(*arguments: Any) -> Any:
+        key = _key(arguments)
+        if key not in known:
+            known[key] = function(*arguments)
+        return deepcopy(known[key])
+
+    return remembering
+
+
+def _key(value: Any) -> Any:
+    """What tells arguments of the oracle from others: an array by its shape, its dtype and a digest of its bytes."""
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype.str, blake2b(value.tobytes()).digest()
+    if isinstance(value, Mapping):
+        return tuple((name, _key(item)) for name, item in sorted(value.items()))
+    return tuple(map(_key, value)) if isinstance(value, tuple) else value
+
+
 def _found(fault: Fault, own: Sequence[Clause], higher: Sequence[Clause], settings: Settings) -> Found:
     with preserved(settings.seed):
         run = OperatorRun(fault.operator, fault.function, settings)
@@ -277,6 +315,7 @@ def _found(fault: Fault, own: Sequence[Clause], higher: Sequence[Clause], settin
         tuple(sorted(name for name, outcome in outcomes.items() if outcome.outcome == "not_judged")),
         shows_in,
         "\n".join(errors),
+        {name: sort for name, outcome in sorted(outcomes.items()) if (sort := sort_of(outcome)) not in ("", "value")},
     )
 
 
@@ -330,7 +369,9 @@ def measure(
 def _row(fault: Fault, found: Found) -> Row:
     said = {name: getattr(fault, name) for name in ("operator", "family", "kind", "does", "mistake", "report")}
     said |= {"no_invariant": fault.no_invariant, "fingerprint": fault_fingerprint(fault)}
-    return Row(**said, detected_by=found.detected_by, not_judged=found.not_judged, shows_in=found.shows_in)
+    return Row(
+        **said, detected_by=found.detected_by, not_judged=found.not_judged, shows_in=found.shows_in, seen=found.seen
+    )
 
 
 def _jobs(faults: Mapping[str, Fault], clauses: Mapping[str, Clause], settings: Settings) -> Iterator[Job]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 
+import numpy as np
 import pytest
 import torch
 from jaxtyping import config
@@ -14,7 +15,7 @@ from spec_lm import faults, matrix
 from spec_lm.conformance.clause import CLAUSES, RegistrationError
 from spec_lm.conformance.operators import OPERATORS, Checked
 from spec_lm.conformance.report import outcome_line
-from spec_lm.conformance.runner import Settings, preserved, run_clause
+from spec_lm.conformance.runner import DTYPES, Settings, preserved, run_clause
 from spec_lm.conformance.strategies import Domain
 from spec_lm.faults import Fault, catalogue, planted
 from spec_lm.reference import functional
@@ -154,6 +155,31 @@ def test_a_fault_that_ends_its_process_costs_no_other_its_row(small):
     assert list(measured.faults["silu.one_too_much"].detected_by) == ["agrees_with_the_oracle"]
     assert measured.faults["silu.one_too_much"].shows_in == ("swiglu", "transformer_block", "transformer_lm")
     assert measured.faults["silu.nothing_wrong"].detected_by == {}
+
+
+@pytest.mark.parametrize(
+    "fault_id", ["swiglu.gate_and_up_exchanged", "swiglu.float64_returned", "swiglu.bfloat16_inside"]
+)
+def test_what_is_saved_changes_nothing(fault_id):
+    """A fault is found as a check finds it, with shapes checked and everything drawn and computed anew."""
+    fault = catalogue()[fault_id]
+    clauses = [clause for clause in CLAUSES.values() if clause.operator == "swiglu"]
+    settings = Settings(5, shrink=False, supports={"dtype": DTYPES})
+    once = [matrix._DrawnOnce.of(clause, settings.seed) for clause in clauses]
+    with matrix._unchecked_shapes(), matrix._remembering():
+        saved = [matrix._found(fault, once, [], settings) for _ in range(2)]
+    assert saved == [matrix._found(fault, clauses, [], settings)] * 2
+
+
+def test_the_oracle_computes_once_what_it_is_asked_twice():
+    calls = []
+    remembered = matrix._remembered(lambda *arguments: calls.append(arguments) or np.zeros(2))
+    same, other = {"w": np.ones(2)}, {"w": np.array([1.0, 2.0])}
+    first = remembered("silu", (same,), {})
+    first += 1
+    assert remembered("silu", ({"w": np.ones(2)},), {}).tolist() == [0.0, 0.0]
+    remembered("silu", (other,), {})
+    assert [arguments[1][0] for arguments in calls] == [same, other]
 
 
 def test_shapes_are_checked_again_afterwards():
