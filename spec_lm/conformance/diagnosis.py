@@ -8,6 +8,7 @@ the faults of that family the one is named that fails most alike.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from spec_lm.conformance.clause import CLAUSES, Level
 from spec_lm.conformance.operators import OPERATORS, inside
 from spec_lm.conformance.report import Cause, Outcome
 
@@ -130,14 +132,17 @@ def marks(fails: Mapping[str, Failure]) -> Iterator[str]:
         yield from (name, failure.sort)
         if failure.bounds is not None:
             yield f"{name} by {sum(failure.bounds >= bound for bound in _BOUNDS)}"
-    for topic, pattern in _TOPICS.items():
-        number = sum(re.search(pattern, name) is not None for name in fails)
-        if number:
-            yield topic
-        if number and _ORACLE not in fails:
+    for topic, number in Counter(topic for name in fails for topic in _topics(name)).items():
+        yield topic
+        if _ORACLE not in fails:
             yield f"{topic} unlike the oracle"
-        if number and number == len(fails):
+        if number == len(fails):
             yield f"{topic} alone"
+
+
+@cache
+def _topics(name: str) -> tuple[str, ...]:
+    return tuple(topic for topic, pattern in _TOPICS.items() if re.search(pattern, name))
 
 
 class Likeness:
@@ -193,8 +198,9 @@ class Likeness:
 
 # ------------------------------------------------------------------------------------------------------------ diagnosis
 
-# By how much a family must fit better than any other, in words; measured in docs/diagnosis.md.
-WORDS = {"very likely": 0.5, "likely": 0.25, "possibly": 0.1}
+# By how much a family must fit better than any other, in words; docs/diagnosis.md tells how often each is right.
+WORDS = {"very likely": 0.45, "likely": 0.2, "possibly": 0.0}
+_FITS = 0.15  # a family that fits less is no guess
 _THE_SAME = 0.99  # fails as a fault does, in every mark
 _CONVENTION = re.compile(r"this is .*; if intended, declare .*")
 
@@ -210,20 +216,18 @@ class Guess:
 
 
 def guesses(operator: str, fails: Mapping[str, Failure], likeness: Likeness) -> list[Guess]:
-    """At most two guesses, the best first; none where nothing fits."""
+    """At most two guesses, the best first; none where nothing fits.
+
+    Families of the operator's own faults that fail in the very same way come first.
+    """
     own = {fault: alike for fault, alike in likeness.faults(fails).items() if fault.operator == operator}
     scores = likeness.families(fails)
-    families = list(scores)
-    nearest = max(own, key=lambda fault: own[fault], default=None)
-    if nearest is not None and own[nearest] >= _THE_SAME:
-        families = [nearest.family, *(family for family in families if family != nearest.family)]
-        word = "very likely"
-    else:
-        margin = scores[families[0]] - scores[families[1]]
-        word = next((word for word, least in WORDS.items() if margin >= least), "")
-    if not word:
-        return []
-    return [_guess(family, word if number == 0 else "possibly", own) for number, family in enumerate(families[:2])]
+    same = {fault.family for fault, alike in own.items() if alike >= _THE_SAME}
+    best, second = sorted(scores, key=lambda family: (family not in same, -scores[family]))[:2]
+    margin = scores[best] - max(score for family, score in scores.items() if family != best)
+    word = next((word for word, least in WORDS.items() if margin >= least), "possibly")
+    guessed = [_guess(best, word, own), _guess(second, "possibly", own)]
+    return [guess for guess in guessed if scores[guess.family] >= _FITS or guess.family in same]
 
 
 def _guess(family: str, word: str, own: Mapping[Known, float]) -> Guess:
@@ -289,3 +293,55 @@ def _cause(operator: str, guess: Guess, number: int) -> Cause:
         what = fault.does
     how = guess.word + (f", as in {fault.report}" if fault is not None and fault.report else "")
     return Cause(operator, f"{'or ' if number else ''}{what} ({how})", fault.id if fault else "", guess.family)
+
+
+# -------------------------------------------------------------------------------------------------------- how good it is
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How many of the catalogue's faults are told rightly, as if none of their kind were known of their operator.
+
+    Args:
+        faults: how many there are that a clause detects.
+        first: those whose family is guessed first.
+        among_two: those whose family is one of the two guessed.
+        most_frequent: those of the family that is most frequent in their operator, for comparison.
+        recognized: those whose own kind is guessed first where it is known.
+        by_word: by how sure the guess was, in words: right ones, and all.
+    """
+
+    faults: int
+    first: int
+    among_two: int
+    most_frequent: int
+    recognized: int
+    by_word: Mapping[str, tuple[int, int]]
+
+
+def accuracy(level: Level) -> Accuracy:
+    """Guess each fault of the catalogue from what it does to the clauses of a level, or of both."""
+    counts, by_word = Counter(), {word: [0, 0] for word in WORDS}
+    for operator in OPERATORS:
+        judged = [c.name for c in CLAUSES.values() if c.operator == operator and level in ("should", c.level)]
+        whole = Likeness(catalogue(), judged)
+        own = [
+            fault for fault in whole.known if fault.operator == operator and not fault.fails.keys().isdisjoint(judged)
+        ]
+        for fault in own:
+            without = whole.without(operator, fault.kind)
+            others = Counter(other.family for other in without.known if other.operator == operator)
+            guessed = guesses(operator, fault.fails, without)
+            known = guesses(operator, fault.fails, whole)
+            is_right = [guess.family == fault.family for guess in guessed]
+            counts["faults"] += 1
+            counts["first"] += is_right[:1] == [True]
+            counts["among_two"] += any(is_right)
+            counts["most_frequent"] += max(others, key=lambda family: others[family], default="") == fault.family
+            counts["recognized"] += bool(known) and known[0].fault is not None and known[0].fault.kind == fault.kind
+            if guessed:
+                by_word[guessed[0].word][0] += is_right[0]
+                by_word[guessed[0].word][1] += 1
+    names = ("faults", "first", "among_two", "most_frequent", "recognized")
+    by_word = {word: (right, said) for word, (right, said) in by_word.items()}
+    return Accuracy(**{name: counts[name] for name in names}, by_word=by_word)
