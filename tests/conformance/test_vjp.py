@@ -328,6 +328,14 @@ ONE_WAY = {
         Fused().scaled_dot_product_attention,
         values_that_cancel,
     ),
+    "an einsum over an axis of one entry rounds every product": (
+        "linear",
+        functional.linear,
+        lambda: (
+            (torch.tensor([[251.0], [125.0], [17.0]]).bfloat16(), torch.ones(1, 1).bfloat16()),
+            torch.tensor([[3.0], [2.0], [-59.0]]).bfloat16(),
+        ),
+    ),
     "repeats are added in their own dtype": ("embedding", Fused().embedding, repeats_that_cancel),
 }
 
