@@ -197,7 +197,7 @@ def backward_changes_nothing(operator, arguments, cotangent):
     level="should",
     sizes=_MANY_ROWS,
     enough=5,
-    catches="a sum over rows that is accumulated in the dtype of a shorter result",
+    catches="a sum over rows that is accumulated in a shorter dtype",
     source=SOURCE,
 )
 def weights_gather_gradients_from_many_rows(operator, arguments, cotangent):
