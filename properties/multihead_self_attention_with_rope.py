@@ -29,8 +29,8 @@ _WEIGHTS = {"w": projections(), "num_heads": size("heads")}
 _TABLE = {"theta": one_of(*THETAS), "max_seq_len": size("max_seq_len")}
 _CALL = {"x": tensors("*batch sequence d_model", NONZERO), **_WEIGHTS, **_TABLE}
 _UNEVEN = ("permuted", "gapped", "shifted")
-# From here to FARTHEST some positions are beyond what int8, bfloat16, float16, int16 or a table of 2048 can tell apart.
-_FAR = {"first": one_of(250, 2045, 4090, 32760, 65530)}
+# At each of these a narrow dtype or a usual table ends: int8, bfloat16, float16, int16; 2048, 4096.
+_EDGES = {"edge": one_of(256, 128, 2048, 4096, 2**15, 2**16)}
 FARTHEST = 2**17
 
 
@@ -41,6 +41,11 @@ def _several_tokens(size):
 def _many_angles(size):
     """With two features a head, the one angle is the position: theta has no say."""
     return size.sequence > 1 and size.d_head >= 4
+
+
+def _across(edge, positions):
+    """Positions moved alike, the first of them to just before the edge."""
+    return positions - positions.min() + (edge - 1)
 
 
 # ------------------------------------------------------------------------------------------------------------ positions
@@ -156,23 +161,23 @@ def refuses_a_sequence_over_max_seq_len(attend, x, w, num_heads, theta, max_seq_
 
 @clause(
     ATTENTION,
-    given(**_CALL, positions=positions(), **_FAR),
+    given(**_CALL, positions=positions(), **_EDGES),
     where=_several_tokens,
     cases={},
     level="should",
-    enough=20,
+    enough=30,
     catches="positions by way of a narrow dtype; a table shorter than max_seq_len",
     source="practice: contexts of 100000 tokens",
 )
-def distant_positions_are_like_near_ones(attend, x, w, num_heads, theta, max_seq_len, positions, first):
+def distant_positions_are_like_near_ones(attend, x, w, num_heads, theta, max_seq_len, positions, edge):
     """Far from 0 too, attention depends on the differences of positions alone: neighbors do not collapse."""
     call = (x, *w, num_heads, theta, FARTHEST)
-    close(attend(*call, positions + first), attend(*call, positions))
+    close(attend(*call, _across(edge, positions)), attend(*call, positions))
 
 
 @clause(
     ATTENTION,
-    given(**_CALL, positions=positions(), **_FAR),
+    given(**_CALL, positions=positions(), **_EDGES),
     where=_several_tokens,
     cases={},
     level="should",
@@ -181,11 +186,11 @@ def distant_positions_are_like_near_ones(attend, x, w, num_heads, theta, max_seq
     catches="positions in the dtype of the input: from 256 on, neighbors become one",
     source="practice: models are trained in bfloat16",
 )
-def distant_positions_are_like_near_ones_in_bfloat16(attend, x, w, num_heads, theta, max_seq_len, positions, first):
+def distant_positions_are_like_near_ones_in_bfloat16(attend, x, w, num_heads, theta, max_seq_len, positions, edge):
     """In bfloat16 too, attention far from 0 depends on the differences of positions alone."""
     call = (x, *w, num_heads, theta, FARTHEST)
     takes_the_dtype(attend, (*call, None))
-    close(attend(*call, positions + first), attend(*call, positions))
+    close(attend(*call, _across(edge, positions)), attend(*call, positions))
 
 
 # ------------------------------------------------------------------------------------------------------ what is rotated

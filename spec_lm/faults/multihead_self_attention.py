@@ -210,7 +210,6 @@ def mask_of_128_tokens(x, w_q, w_k, w_v, w_o, num_heads):
 @fault(
     MHA,
     family="boundary",
-    kind="running_sum_not_rescaled",
     does="does not rescale its running sum in sequences of more than 32 tokens",
     detected_by="earlier_tokens_have_no_order",
     mistake="Nothing shows while there is one block, or the first holds the maximum.",
@@ -572,7 +571,7 @@ def softmax_in_bfloat16(*call):
 @fault(
     MHA,
     family="precision",
-    kind="summed_in_the_input_dtype",
+    kind="sum_in_a_short_dtype",
     does="sums the products of its projections one by one in the dtype of the input",
     detected_by="first_token_in_bfloat16",
     mistake="A product of matrices is summed in float32; a loop is not.",
@@ -590,7 +589,6 @@ def _summed_product(x, weight):
 @fault(
     MHA,
     family="precision",
-    kind="float32_inside",
     does="computes float64 in float32",
     detected_by="agrees_with_the_oracle_in_float64",
     mistake="A cast to float32 that was meant for half precision.",
@@ -659,7 +657,6 @@ def returns_a_pair(x, w_q, w_k, w_v, w_o, num_heads):
 @fault(
     MHA,
     family="signature",
-    kind="float32_returned",
     does="returns a result of half precision in float32",
     detected_by=(
         "agrees_with_the_oracle_in_bfloat16",
@@ -676,7 +673,7 @@ def float32_returned_for_half(*call):
 @fault(
     MHA,
     family="boundary",
-    kind="empty_batch_fails",
+    kind="empty_batch_refused",
     does="stacks examples one by one, and none cannot be stacked",
     detected_by="empty_batch_gives_an_empty_result",
     mistake="An empty batch was never met in training.",
@@ -765,6 +762,7 @@ def dropout_left_on(*call):
 @fault(
     MHA,
     family="global_state",
+    kind="module_built_in_every_call",
     does="builds its modules in every call, and so draws their weights",
     detected_by="leaves_the_global_random_state_alone",
     mistake="The weights drawn are overwritten; the numbers drawn are gone.",

@@ -273,6 +273,7 @@ def own_key_always_shown(query, key, value, mask=None):
 @fault(
     ATTENTION,
     family="mask",
+    kind="zero_times_infinity",
     does="the mask is added as 0 and -inf, made by a product: 0 * -inf is NaN where a key is seen",
     detected_by=("all_true_mask_equals_no_mask", "masked_rows_sum_to_one"),
     mistake="(1 - mask) * -1e9 with the number made larger.",
@@ -528,7 +529,6 @@ def float64_returned(query, key, value, mask=None):
     ATTENTION,
     family="signature",
     does="a result of half precision is returned in float32",
-    kind="float32_returned",
     detected_by=(
         "agrees_with_the_oracle_in_bfloat16",
         "agrees_with_the_oracle_in_float16",
@@ -572,7 +572,7 @@ def odd_example_left_out(query, key, value, mask=None):
 @fault(
     ATTENTION,
     family="boundary",
-    kind="empty_batch_fails",
+    kind="empty_batch_refused",
     does="examples are stacked one by one, and none cannot be stacked",
     detected_by="empty_batch_gives_an_empty_result",
     mistake="An empty batch was never met in training.",
@@ -1264,7 +1264,7 @@ def summed(terms):
 @fault(
     ATTENTION,
     family="precision",
-    kind="summed_in_the_input_dtype",
+    kind="sum_in_a_short_dtype",
     does="the denominator is summed one by one in the dtype of the input",
     detected_by=("thousands_of_weights_sum_to_one_in_bfloat16", "long_rows_in_bfloat16"),
     mistake="Adding 1 to 256 in bfloat16 changes nothing.",
@@ -1282,7 +1282,7 @@ def denominator_in_the_input_dtype(query, key, value, mask=None):
 @fault(
     ATTENTION,
     family="precision",
-    kind="summed_in_the_input_dtype",
+    kind="sum_in_a_short_dtype",
     does="weighted values are summed one by one in the dtype of the input",
     detected_by="thousands_of_weights_sum_to_one_in_bfloat16",
     mistake="A product of matrices is summed in float32; a loop is not.",
@@ -1297,7 +1297,6 @@ def values_summed_in_the_input_dtype(query, key, value, mask=None):
 @fault(
     ATTENTION,
     family="precision",
-    kind="float32_inside",
     does="float64 is computed in float32",
     detected_by="agrees_with_the_oracle_in_float64",
     mistake="A cast to float32 that was meant for half precision.",
@@ -1430,7 +1429,7 @@ _RESULTS: dict[Any, torch.Tensor] = {}
 @fault(
     ATTENTION,
     family="memory",
-    kind="result_buffer_reused",
+    kind="results_share_a_buffer",
     does="all results of one shape are written to the same memory",
     detected_by="has_no_memory",
     mistake="A buffer saves an allocation until two results are wanted at once.",
@@ -1443,6 +1442,7 @@ def result_buffer_reused(query, key, value, mask=None):
 @fault(
     ATTENTION,
     family="memory",
+    kind="noise_added",
     does="noise of a thousandth is multiplied to the output",
     detected_by=("the_global_random_state_decides_nothing", "has_no_memory"),
     mistake="Noise for training that evaluation does not switch off.",
@@ -1455,7 +1455,6 @@ def noise_of_a_thousandth(query, key, value, mask=None):
 @fault(
     ATTENTION,
     family="global_state",
-    kind="seed_set",
     does="a seed is set in every call",
     detected_by="leaves_the_global_random_state_alone",
     mistake="For repeatable results; everything else that draws repeats itself too.",
