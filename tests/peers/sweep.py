@@ -61,17 +61,17 @@ class Peer:
 _ATTENTION = "scaled_dot_product_attention"
 _WITH_ROPE = ("rope", "multihead_self_attention_with_rope", "transformer_block", "transformer_lm")
 _PRODUCTS = ("linear", "swiglu", _ATTENTION, "multihead_self_attention", "transformer_block")
-# docs/peers.md says why a dtype, or SHOULD, is left out.
+# docs/peers.md says why a dtype is left out.
 PEERS = (
     Peer("torch_functions", level="should"),
     Peer("torch_math_attention", ALL, "should", (_ATTENTION,)),
     Peer("blockwise_attention", ALL, "should", ("softmax", "silu", _ATTENTION)),
-    Peer("einsum_everywhere", level="should"),
-    Peer("finite_fill", ("float32", "float64", "bfloat16"), "should"),
-    Peer("half_split", ALL, "should", ("rmsnorm", *_WITH_ROPE)),
-    Peer("inverse_rotation", ALL, "should", _WITH_ROPE[:3]),
-    Peer("inverse_half_split", ALL, "should", _WITH_ROPE),
-    Peer("one_by_one", level="should"),
+    Peer("einsum_everywhere"),
+    Peer("finite_fill", ("float32", "float64", "bfloat16")),
+    Peer("half_split", ALL, "must", ("rmsnorm", *_WITH_ROPE)),
+    Peer("inverse_rotation", ALL, "must", _WITH_ROPE[:3]),
+    Peer("inverse_half_split", ALL, "must", _WITH_ROPE),
+    Peer("one_by_one"),
     Peer("course_modules"),
     Peer("tf32_products", ("float32",), "should", _PRODUCTS),
     Peer("reduced_products", ("bfloat16", "float16"), "should", _PRODUCTS),
