@@ -8,7 +8,7 @@ import spec_lm
 
 from .sweep import ALL, PEERS, Peer, Sweep, Tally, added, table
 
-EXAMPLES = 2
+EXAMPLES = 6
 SEED = 0
 
 
