@@ -5,20 +5,55 @@ With W_O = 0 attention adds nothing, with W_2 = 0 the feed-forward network adds 
 """
 
 import hypothesis.strategies as st
+import numpy as np
 
 from spec_lm.conformance import oracle
 from spec_lm.conformance.bounds import exact_value
 from spec_lm.conformance.clause import clause, given
 from spec_lm.conformance.operators import to_numpy
-from spec_lm.conformance.strategies import GENERAL, MODERATE, NONZERO, THETAS, one_of, size, tensors, weights
-from spec_lm.conformance.tolerance import bit_equal, close, finite
+from spec_lm.conformance.strategies import (
+    BLOCK_SIZES,
+    GENERAL,
+    MODERATE,
+    NONZERO,
+    THETAS,
+    Size,
+    one_of,
+    size,
+    takes_the_dtype,
+    tensors,
+    weights,
+)
+from spec_lm.conformance.tolerance import bit_equal, close, finite, refuses
 
 BLOCK = "transformer_block"
 SOURCE = "course notes: Transformer block"
-W_O, W_2, GAIN_1, GAIN_2 = "attn.output_proj.weight", "ffn.w2.weight", "ln1.weight", "ln2.weight"
+W_Q, W_O, W_2 = "attn.q_proj.weight", "attn.output_proj.weight", "ffn.w2.weight"
+GAIN_1, GAIN_2 = "ln1.weight", "ln2.weight"
 
 # Root mean squares from 0 to 128: near 1 a normalized stream looks like the stream itself.
 _FAR_FROM_1 = ("large integers", "one large", "shifted", "tiny", "plain")
+
+
+def _sized(batch, sequence, heads, d_head, d_ff=3, max_seq_len=16):
+    sizes = {"batch": (batch,), "sequence": sequence, "heads": heads, "d_head": d_head, "d_ff": d_ff}
+    return Size(**sizes, d_model=heads * d_head, vocab=1, max_seq_len=max_seq_len)
+
+
+# Axes that are equally long, so that only their order tells them apart, and lone tokens in a batch.
+_COINCIDING = (_sized(3, 1, 2, 2), _sized(2, 2, 2, 2), _sized(3, 3, 1, 2), _sized(3, 3, 3, 2), _sized(4, 1, 4, 4))
+_WIDTHS = (*((2, n) for n in (1, 31, 32, 33, 63, 65, 130, 513)), (34, 3), (66, 5), (130, 66))
+_WIDE = (
+    *(_sized(1, 1, 1, d_model, d_ff) for d_model, d_ff in _WIDTHS),
+    *(_sized(1, sequence, 1, 2, max_seq_len=256) for sequence in (33, 65, 130)),
+)
+# Positions that neither int8 nor bfloat16 can tell apart.
+_DISTANT = (_sized(1, 260, 1, 2, 1, max_seq_len=512),)
+
+
+def _of_size(size):
+    """What a required case is called."""
+    return f"{size.batch} of {size.sequence} tokens, {size.heads} heads of {size.d_head}, d_ff {size.d_ff}"
 
 
 def _block(x_regimes, weight_regimes=("halves",)):
@@ -208,3 +243,143 @@ def prefix_gives_the_first_outputs(block, x, weights, heads, theta, limit, cut):
 def large_streams_stay_finite(block, x, weights, heads, theta, limit):
     """A stream of large entries passes both norms, and the block, without inf or NaN."""
     finite(block(x, weights, heads, theta, limit))
+
+
+@clause(
+    BLOCK,
+    given(**_block(("large", "vast"))),
+    level="should",
+    cases={},
+    dtype="float16",
+    catches="squares in float16, which end at 256",
+    source="practice: models are served in float16, and some entries of the stream reach thousands",
+)
+def large_half_streams_stay_finite(block, x, weights, heads, theta, limit):
+    """In float16 a stream of thousands passes both norms, and the block, without inf or NaN."""
+    call = (x, weights, heads, theta, limit)
+    takes_the_dtype(block, call)
+    finite(block(*call))
+
+
+@clause(
+    BLOCK,
+    given(**_block(MODERATE)),
+    level="should",
+    cases={},
+    enough=20,
+    catches="a head size that is rounded down, or heads of unequal size",
+    source="course notes: Causal multi-head self-attention, d_k = d_model / h",
+)
+def refuses_a_number_of_heads_that_does_not_divide(block, x, weights, heads, theta, limit):
+    """A number of heads that does not divide d_model is refused."""
+    d_model = x.shape[-1]
+    number = next(number for number in range(2, d_model + 2) if d_model % number)
+    refuses(lambda: block(x, weights, number, theta, limit), what=f"num_heads {number} for d_model {d_model}")
+
+
+@clause(
+    BLOCK,
+    given(**_block(MODERATE)),
+    level="should",
+    cases={},
+    enough=20,
+    catches="a feature without a partner is dropped or passed through",
+    source="adapter interface, d_k of RoPE",
+)
+def refuses_an_odd_head_size(block, x, weights, heads, theta, limit):
+    """Heads of an odd size are refused: RoPE rotates pairs."""
+    d_model = x.shape[-1]
+    refuses(lambda: block(x, weights, d_model, theta, limit), what=f"a head size of 1, num_heads {d_model}")
+
+
+@clause(
+    BLOCK,
+    given(**_block(MODERATE)),
+    where=_several_tokens,
+    level="should",
+    cases={},
+    enough=20,
+    catches="positions beyond the limit are wrapped, clamped or computed on the fly",
+    source="adapter interface, max_seq_len",
+)
+def refuses_a_sequence_over_max_seq_len(block, x, weights, heads, theta, limit):
+    """A sequence of more than max_seq_len tokens is refused."""
+    tokens = x.shape[-2]
+    refuses(
+        lambda: block(x, weights, heads, theta, tokens - 1),
+        what=f"a sequence of {tokens} with max_seq_len {tokens - 1}",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- whatever the size
+
+
+@clause(
+    BLOCK,
+    given(**_block(NONZERO)),
+    sizes=BLOCK_SIZES,
+    cases={_of_size(size): size.__eq__ for size in BLOCK_SIZES[BLOCK]},
+    level="should",
+    enough=20,
+    catches="a window; a mask made for a fixed length, or for whole blocks; tokens beyond a block left out",
+    source="practice: kernels work in blocks, and lengths are not multiples of them",
+)
+def running_means_at_any_length(block, x, weights, heads, theta, limit):
+    """However many tokens there are, with W_Q and W_2 zero the block adds to each of them W_O W_V times the mean of
+    RMSNorm_1 over the tokens up to it."""
+    held = to_numpy(weights)
+    means = (
+        oracle.rmsnorm(to_numpy(x), held[GAIN_1], oracle.BLOCK_EPS).cumsum(-2) / np.arange(1, x.shape[-2] + 1)[:, None]
+    )
+    branch = means @ (held[W_O] @ held["attn.v_proj.weight"]).T
+    close(block(x, _zeroed(weights, W_Q, W_2), heads, theta, limit), to_numpy(x) + branch)
+
+
+@clause(
+    BLOCK,
+    given(**_block(NONZERO)),
+    sizes={BLOCK: _WIDE},
+    cases={_of_size(size): size.__eq__ for size in _WIDE},
+    level="should",
+    enough=20,
+    catches="hidden units, or tokens, beyond a whole block left out; a width that must be a multiple of something",
+    source="course notes: Building blocks, any d_ff; practice: kernels work in blocks",
+)
+def feed_forward_at_any_size(block, x, weights, heads, theta, limit):
+    """Whatever d_ff, d_model and the number of tokens are, with W_O zero the block is x + SwiGLU(RMSNorm_2(x))."""
+    branch = _feed_forward(x, weights)
+    close(block(x, _zeroed(weights, W_O), heads, theta, limit), to_numpy(x) + branch)
+
+
+@clause(
+    BLOCK,
+    given(**_block(NONZERO)),
+    sizes={BLOCK: _DISTANT},
+    level="should",
+    enough=4,
+    catches="positions by way of a narrow dtype, in which neighbors become one",
+    source="practice: sequences are longer than 256 tokens",
+)
+def rope_reaches_distant_positions(block, x, weights, heads, theta, limit):
+    """Hundreds of tokens from the first, queries and keys are still rotated by their own positions."""
+    branch = _attention(block, x, weights, heads, theta)
+    with block.naming(x, weights, heads, theta, limit):
+        close(block(x, _zeroed(weights, W_2), heads, theta, limit), to_numpy(x) + branch)
+
+
+@clause(
+    BLOCK,
+    given(**_block(NONZERO)),
+    sizes={BLOCK: _COINCIDING},
+    cases={_of_size(size): size.__eq__ for size in _COINCIDING},
+    level="should",
+    enough=20,
+    catches="axes told apart by their lengths; a path of its own for one token",
+    source="practice: as many examples as heads or tokens; a decoder asks one token at a time",
+)
+def every_example_alone_where_sizes_coincide(block, x, weights, heads, theta, limit):
+    """Where examples, tokens and heads are equally many, or tokens come alone, every example has the result it has by
+    itself."""
+    whole = block(x, weights, heads, theta, limit)
+    for i in range(len(x)):
+        close(block(x[i : i + 1].clone(), weights, heads, theta, limit), whole[i : i + 1])

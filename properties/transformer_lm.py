@@ -4,14 +4,18 @@ A layer whose W_O and W_2 are zero adds nothing to the stream: so single layers,
 """
 
 import hypothesis.strategies as st
+import numpy as np
 import torch
 
 from spec_lm.conformance import oracle
 from spec_lm.conformance.clause import clause, given
 from spec_lm.conformance.operators import to_numpy
 from spec_lm.conformance.strategies import (
+    BLOCK_SIZES,
     THETAS,
     IdsRecipe,
+    NotJudged,
+    Size,
     WeightsRecipe,
     one_of,
     size,
@@ -28,6 +32,24 @@ DEEP = 12
 _MODEL = {"heads": size("heads"), "theta": one_of(*THETAS), "context": size("context_length")}
 _DEEP_MODEL = {**_MODEL, "theta": one_of(10000.0)}
 _LM = {"ids": token_ids("*batch sequence"), "weights": weights(("halves",)), **_MODEL}
+
+
+def _sized(batch, sequence, heads, d_head, vocab, layers=1, context_length=16):
+    sizes = {"batch": (batch,), "sequence": sequence, "heads": heads, "d_head": d_head, "vocab": vocab}
+    return Size(**sizes, d_model=heads * d_head, d_ff=3, layers=layers, context_length=context_length)
+
+
+# Axes that are equally long, so that only their order tells them apart, and lone tokens in a batch.
+_COINCIDING = (_sized(3, 1, 2, 2, 4), _sized(2, 2, 2, 2, 2, 2), _sized(3, 3, 3, 2, 3, 3), _sized(4, 1, 1, 4, 4))
+_SQUARE = tuple(_sized(2, 3, heads, 2, 2 * heads, 2) for heads in (1, 2, 3))
+_LARGE = (_sized(1, 3, 1, 2, 2049), _sized(1, 2, 1, 2, 50257))
+# Positions that neither int8 nor bfloat16 can tell apart.
+_DISTANT = (_sized(1, 260, 1, 2, 3, context_length=512),)
+
+
+def _of_size(size):
+    """What a required case is called."""
+    return f"{size.batch} of {size.sequence} tokens, {size.heads} heads, {size.layers} layers, vocab {size.vocab}"
 
 
 def _several_tokens(size):
@@ -76,6 +98,13 @@ def _without_layers(ids, weights):
     ids, weights = to_numpy(ids), to_numpy(weights)
     stream = oracle.embedding(ids, weights[EMBEDDING])
     return oracle.linear(oracle.rmsnorm(stream, weights[FINAL_GAIN], oracle.BLOCK_EPS), weights[HEAD])
+
+
+def _renumbering_commutes(lm, ids, weights, *rest):
+    last = len(weights[EMBEDDING]) - 1
+    renumbered = {**weights, EMBEDDING: weights[EMBEDDING].flip(0), HEAD: weights[HEAD].flip(0)}
+    logits = lm(ids, weights, *rest)
+    close(lm(last - ids, renumbered, *rest), logits.map(lambda t: t.flip(-1)))
 
 
 def _twice(got, once):
@@ -203,10 +232,7 @@ def zero_layers(lm, ids, weights, heads, theta, context):
 def vocabulary_permutation_commutes(lm, ids, weights, heads, theta, context):
     """The vocabulary has no order: renumbering the ids, and the rows of the embedding and of lm_head alike, renumbers
     the logits and changes nothing else."""
-    last = len(weights[EMBEDDING]) - 1
-    renumbered = {**weights, EMBEDDING: weights[EMBEDDING].flip(0), HEAD: weights[HEAD].flip(0)}
-    logits = lm(ids, weights, heads, theta, context)
-    close(lm(last - ids, renumbered, heads, theta, context), logits.map(lambda t: t.flip(-1)))
+    _renumbering_commutes(lm, ids, weights, heads, theta, context)
 
 
 @clause(LM, given(**_LM), cases={}, catches="the head is the embedding, or overwrites it", source=SOURCE)
@@ -286,3 +312,130 @@ def the_same_weights_serve_twice(lm, ids, weights, heads, theta, context):
     left = lm.handed[1]
     bit_equal(len(left), len(weights), says="a call removed weights from the dict, or added some")
     close(lm(ids, left, heads, theta, context), logits, says="the second call with the same weights differs")
+
+
+@clause(
+    LM,
+    given(**_LM, beyond=one_of(0, 1, 5), at=st.integers(0, 15)),
+    level="should",
+    cases={},
+    enough=20,
+    catches="an id outside that is clamped, wrapped, or given zeros",
+    source="course notes: Building blocks, embedding",
+)
+def id_outside_the_vocabulary_is_refused(lm, ids, weights, heads, theta, context, beyond, at):
+    """An id of the vocabulary's size or more is refused."""
+    if lm.device != "cpu":
+        raise NotJudged("an index outside a table would end the device's context, and this run with it")
+    vocab = len(weights[EMBEDDING])
+    ids.view(-1)[at % ids.numel()] = vocab + beyond
+    refuses(lambda: lm(ids, weights, heads, theta, context), what=f"id {vocab + beyond} of a vocabulary of {vocab}")
+
+
+@clause(
+    LM,
+    given(**_LM),
+    level="should",
+    cases={},
+    enough=20,
+    catches="a head size that is rounded down, or heads of unequal size",
+    source="course notes: Causal multi-head self-attention, d_k = d_model / h",
+)
+def refuses_a_number_of_heads_that_does_not_divide(lm, ids, weights, heads, theta, context):
+    """A number of heads that does not divide d_model is refused."""
+    d_model = weights[EMBEDDING].shape[1]
+    number = next(number for number in range(2, d_model + 2) if d_model % number)
+    refuses(lambda: lm(ids, weights, number, theta, context), what=f"num_heads {number} for d_model {d_model}")
+
+
+# ---------------------------------------------------------------------------------------------------- whatever the size
+
+
+@clause(
+    LM,
+    given(**_LM),
+    sizes=BLOCK_SIZES,
+    cases={_of_size(size): size.__eq__ for size in BLOCK_SIZES[LM]},
+    level="should",
+    enough=20,
+    catches="a window; a mask made for a fixed length, or for whole blocks; tokens beyond a block left out",
+    source="practice: kernels work in blocks, and lengths are not multiples of them",
+)
+def running_means_at_any_length(lm, ids, weights, heads, theta, context):
+    """However many tokens there are, with W_Q and W_2 zero a model of one layer adds to each embedding W_O W_V times
+    the mean of the normalized embeddings up to it, before the final norm and the head."""
+    ends = ("attn.q_proj.weight", "ffn.w2.weight")
+    weights = {name: weight * 0 if name.endswith(ends) else weight for name, weight in weights.items()}
+    held, layer = to_numpy(weights), "layers.0."
+    stream = held[EMBEDDING][to_numpy(ids)]
+    normed = oracle.rmsnorm(stream, held[f"{layer}ln1.weight"], oracle.BLOCK_EPS)
+    means = normed.cumsum(-2) / np.arange(1, ids.shape[-1] + 1)[:, None]
+    stream = stream + means @ (held[f"{layer}attn.output_proj.weight"] @ held[f"{layer}attn.v_proj.weight"]).T
+    expected = oracle.linear(oracle.rmsnorm(stream, held[FINAL_GAIN], oracle.BLOCK_EPS), held[HEAD])
+    close(lm(ids, weights, heads, theta, context), expected)
+
+
+@clause(
+    LM,
+    given(**_LM),
+    sizes={LM: _DISTANT},
+    level="should",
+    enough=3,
+    catches="positions by way of a narrow dtype, in which neighbors become one",
+    source="practice: sequences are longer than 256 tokens",
+)
+def rope_reaches_distant_positions(lm, ids, weights, heads, theta, context):
+    """Hundreds of tokens from the first, queries and keys are still rotated by their own positions."""
+    call = (ids, weights, heads, theta, context)
+    with lm.naming(*call):
+        close(lm(*call), lm.exact(*call))
+
+
+@clause(
+    LM,
+    given(**_LM),
+    sizes={LM: _SQUARE},
+    cases={_of_size(size): size.__eq__ for size in _SQUARE},
+    level="should",
+    enough=20,
+    catches="the embedding or lm_head transposed, where only their shape tells",
+    source=SOURCE,
+)
+def vocabulary_as_large_as_the_model(lm, ids, weights, heads, theta, context):
+    """Where there are as many tokens in the vocabulary as features, rows are still tokens: where no layer adds
+    anything, the logits are W_head RMSNorm(Embedding(ids))."""
+    quiet = _silenced(weights)
+    close(lm(ids, quiet, heads, theta, context), _without_layers(ids, quiet))
+
+
+@clause(
+    LM,
+    given(**_LM),
+    sizes={LM: _LARGE},
+    cases={_of_size(size): size.__eq__ for size in _LARGE},
+    level="should",
+    enough=10,
+    catches="ids by way of a narrow dtype: bfloat16 knows 257 numbers in a row, float16 2049, int16 32768",
+    source="practice: vocabularies have 50000 entries and more",
+)
+def large_vocabulary_permutation_commutes(lm, ids, weights, heads, theta, context):
+    """A large vocabulary has no order either: renumbering its tokens renumbers the logits."""
+    _renumbering_commutes(lm, ids, weights, heads, theta, context)
+
+
+@clause(
+    LM,
+    given(**_LM),
+    sizes={LM: _COINCIDING},
+    cases={_of_size(size): size.__eq__ for size in _COINCIDING},
+    level="should",
+    enough=20,
+    catches="axes told apart by their lengths; a path of its own for one token",
+    source="practice: as many examples as heads or tokens; a decoder asks one token at a time",
+)
+def every_example_alone_where_sizes_coincide(lm, ids, weights, heads, theta, context):
+    """Where examples, tokens, heads and layers are equally many, or tokens come alone, every example has the logits it
+    has by itself."""
+    whole = lm(ids, weights, heads, theta, context)
+    for i in range(len(ids)):
+        close(lm(ids[i : i + 1].clone(), weights, heads, theta, context), whole[i : i + 1])

@@ -1,12 +1,14 @@
 """Faults of the Transformer language model: the head, the final norm, the layers, the context, what a call leaves."""
 
 from functools import partial
-from math import sqrt
+from math import gcd, sqrt
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from spec_lm.faults import fault, transformer_block
+from spec_lm.faults import scaled_dot_product_attention as attention
 from spec_lm.reference import functional
 from spec_lm.reference.functional import BLOCK_EPS, embedding, linear, rmsnorm
 
@@ -37,6 +39,15 @@ def streamed(token_ids, weights, num_heads, theta, context_length, *, layers=Non
 def scored(x, weights):
     """The logits of a stream."""
     return linear(rmsnorm(x, weights[FINAL_GAIN], BLOCK_EPS), weights[HEAD])
+
+
+right = functional.transformer_lm
+
+
+def _with(*call, **replaced):
+    """The reference with others in place of its own parts, as `silu` or `linear`."""
+    with patch.multiple(functional, **replaced):
+        return right(*call)
 
 
 # ------------------------------------------------------------------------------------------------------------- the head
@@ -128,6 +139,73 @@ def logits_shifted(token_ids, weights, num_heads, theta, context_length):
     return functional.transformer_lm(token_ids, weights, num_heads, theta, context_length).roll(1, -2)
 
 
+@fault(
+    LM,
+    family="formula",
+    kind="softmax_at_the_end",
+    does="a softmax at the end under no_grad",
+    detected_by="grad_mode_changes_nothing",
+    mistake="Probabilities are what inference wants, logits what the loss does.",
+)
+def probabilities_without_gradients(*call):
+    logits = right(*call)
+    return logits if torch.is_grad_enabled() else logits.softmax(-1)
+
+
+@fault(
+    LM,
+    family="scale",
+    does="logits are divided by sqrt(d_model)",
+    detected_by=("final_norm_before_the_head", "zero_layers", ORACLE),
+    mistake="A rule of scaling for wider models.",
+)
+def logits_scaled(token_ids, weights, num_heads, theta, context_length):
+    return right(token_ids, weights, num_heads, theta, context_length) / sqrt(weights[HEAD].shape[1])
+
+
+@fault(
+    LM,
+    family="precision",
+    kind="bfloat16_inside",
+    does="logits are rounded to bfloat16",
+    detected_by=("final_norm_before_the_head", ORACLE),
+    mistake="The head runs in the dtype of the model, and the loss in steps of its own.",
+    report="Modalities/modalities#464",
+)
+def logits_in_bfloat16(*call):
+    logits = right(*call)
+    return logits.bfloat16().to(logits.dtype)
+
+
+@fault(
+    LM,
+    family="weights",
+    kind="square_weight_transposed",
+    does="lm_head is transposed where it is square",
+    detected_by="vocabulary_as_large_as_the_model",
+    mistake="The weight is square, so both products run.",
+    report="Integral2u/SharpMind#14",
+)
+def square_head_transposed(token_ids, weights, num_heads, theta, context_length):
+    head = weights[HEAD]
+    turned = {**weights, HEAD: head.T if head.shape[0] == head.shape[1] else head}
+    return right(token_ids, turned, num_heads, theta, context_length)
+
+
+@fault(
+    LM,
+    family="weights",
+    kind="square_weight_transposed",
+    does="the embedding is transposed where it is square",
+    detected_by="vocabulary_as_large_as_the_model",
+    mistake="(d_model, vocab) in one library, (vocab, d_model) in the other.",
+)
+def square_embedding_transposed(token_ids, weights, num_heads, theta, context_length):
+    table = weights[EMBEDDING]
+    turned = {**weights, EMBEDDING: table.T if table.shape[0] == table.shape[1] else table}
+    return right(token_ids, turned, num_heads, theta, context_length)
+
+
 # ------------------------------------------------------------------------------------------------------- the final norm
 
 
@@ -197,6 +275,133 @@ def id_0_is_padding(token_ids, weights, num_heads, theta, context_length):
     table = weights[EMBEDDING].clone()
     table[0] = 0
     return functional.transformer_lm(token_ids, {**weights, EMBEDDING: table}, num_heads, theta, context_length)
+
+
+@fault(
+    LM,
+    family="norm",
+    does="the final norm runs twice",
+    detected_by=("final_norm_before_the_head", "zero_layers"),
+    mistake="In the stack of layers, and in the head again; gains of 1 nearly hide it.",
+)
+def final_norm_twice(token_ids, weights, num_heads, theta, context_length):
+    x = streamed(token_ids, weights, num_heads, theta, context_length)
+    return scored(rmsnorm(x, weights[FINAL_GAIN], BLOCK_EPS), weights)
+
+
+@fault(
+    LM,
+    family="norm",
+    does="the embedding is normalized",
+    detected_by=("eps_is_1e_5", ORACLE),
+    mistake="Some models do so; the norms that follow hide it but for what the layers add.",
+)
+def embedding_normalized(token_ids, weights, num_heads, theta, context_length):
+    table = rmsnorm(weights[EMBEDDING], torch.ones_like(weights[FINAL_GAIN]), BLOCK_EPS)
+    return right(token_ids, {**weights, EMBEDDING: table}, num_heads, theta, context_length)
+
+
+@fault(
+    LM,
+    family="mask",
+    kind="id_is_padding",
+    does="tokens of the id 0 are padding, and no token sees them",
+    detected_by=("vocabulary_permutation_commutes", "running_means_at_any_length"),
+    mistake="The padding of another tokenizer.",
+)
+def id_0_is_hidden(token_ids, weights, num_heads, theta, context_length):
+    seen = (token_ids != 0)[..., None, None, :]
+
+    def mask(sequence, device):
+        return torch.ones(sequence, sequence, dtype=torch.bool).tril() & seen
+
+    return _with(token_ids, weights, num_heads, theta, context_length, causal_mask=mask)
+
+
+# ------------------------------------------------------------------------------------------------------------- the ids
+
+
+def _through(dtype, token_ids, weights, *rest):
+    """The model whose ids pass through another dtype on their way to the embedding."""
+    table = weights[EMBEDDING]
+    numbers = torch.arange(len(table)).to(dtype).long().clamp(0, len(table) - 1)
+    return right(token_ids, {**weights, EMBEDDING: table[numbers]}, *rest)
+
+
+@fault(
+    LM,
+    family="precision",
+    kind="ids_in_a_narrow_dtype",
+    does="ids are held in bfloat16: beyond 256 neighbors become one",
+    detected_by="large_vocabulary_permutation_commutes",
+    mistake="Ids travel in the dtype of the model, or in one that was wide enough once.",
+)
+def ids_in_bfloat16(*call):
+    return _through(torch.bfloat16, *call)
+
+
+@fault(
+    LM,
+    family="precision",
+    kind="ids_in_a_narrow_dtype",
+    does="ids are held in float16: beyond 2048 neighbors become one",
+    detected_by="large_vocabulary_permutation_commutes",
+    mistake="Ids travel in the dtype of the model, or in one that was wide enough once.",
+)
+def ids_in_float16(*call):
+    return _through(torch.float16, *call)
+
+
+@fault(
+    LM,
+    family="precision",
+    kind="ids_in_a_narrow_dtype",
+    does="ids are held in int16: 32768 becomes -32768",
+    detected_by="large_vocabulary_permutation_commutes",
+    mistake="Ids travel in the dtype of the model, or in one that was wide enough once.",
+)
+def ids_in_int16(*call):
+    return _through(torch.int16, *call)
+
+
+@fault(
+    LM,
+    family="refusal",
+    does="an id outside the vocabulary gets the last row",
+    detected_by="id_outside_the_vocabulary_is_refused",
+    mistake="A clamped index never fails.",
+    report="jax-ml/jax#3774",
+)
+def ids_clamped(token_ids, weights, num_heads, theta, context_length):
+    clamped = token_ids.clamp(max=len(weights[EMBEDDING]) - 1)
+    return right(clamped, weights, num_heads, theta, context_length)
+
+
+@fault(
+    LM,
+    family="refusal",
+    does="an id outside the vocabulary gets zeros",
+    detected_by="id_outside_the_vocabulary_is_refused",
+    mistake="A masked lookup.",
+    report="tinygrad/tinygrad#5873",
+)
+def zeros_for_ids_outside(token_ids, weights, num_heads, theta, context_length):
+    table = torch.nn.functional.pad(weights[EMBEDDING], (0, 0, 0, 1))
+    known = token_ids.clamp(max=len(table) - 1)
+    return right(known, {**weights, EMBEDDING: table}, num_heads, theta, context_length)
+
+
+@fault(
+    LM,
+    family="arguments",
+    does="the caller's ids of 0 are replaced in place",
+    detected_by="does_not_change_its_arguments",
+    mistake="Padding is given an id that can be looked up.",
+)
+def padding_replaced_in_place(token_ids, weights, num_heads, theta, context_length):
+    logits = right(token_ids, weights, num_heads, theta, context_length)
+    token_ids.masked_fill_(token_ids == 0, 1)
+    return logits
 
 
 # ----------------------------------------------------------------------------------------------------------- the layers
@@ -349,6 +554,135 @@ def post_norm(token_ids, weights, num_heads, theta, context_length):
     return scored(streamed(token_ids, weights, num_heads, theta, context_length, block=block), weights)
 
 
+@fault(
+    LM,
+    family="weights",
+    does="all layers have the norms of the first",
+    detected_by="each_layer_has_its_own_weights",
+    mistake="Gains of 1, as initialized, hide it.",
+    report="zalandoresearch/pytorch-vq-vae#2",
+)
+def first_norms_for_all_layers(token_ids, weights, num_heads, theta, context_length):
+    def held(name):
+        return "layers.0." + name.split(".", 2)[2] if ".ln" in name and name.startswith("layers.") else name
+
+    shared = {name: weights[held(name)] for name in weights}
+    return right(token_ids, shared, num_heads, theta, context_length)
+
+
+@fault(
+    LM,
+    family="weights",
+    does="layers after the second are left out",
+    detected_by=("layers_run_in_order", "each_layer_has_its_own_weights"),
+    mistake="A depth written into the code.",
+)
+def two_layers_at_most(token_ids, weights, num_heads, theta, context_length):
+    layers = numbers(weights)[:2]
+    return scored(streamed(token_ids, weights, num_heads, theta, context_length, layers=layers), weights)
+
+
+@fault(
+    LM,
+    family="formula",
+    kind="gelu",
+    does="the gate is GELU",
+    detected_by=ORACLE,
+    mistake="The gate of other models.",
+    no_invariant="What the layers compute is said of the block; of the model they are only run in order.",
+)
+def gelu_in_the_gate(token_ids, weights, num_heads, theta, context_length):
+    return _with(
+        token_ids, weights, num_heads, theta, context_length, silu=partial(torch.nn.functional.gelu, approximate="tanh")
+    )
+
+
+@fault(
+    LM,
+    family="precision",
+    kind="bfloat16_inside",
+    does="the stream is rounded to bfloat16 between the layers",
+    detected_by=("a_layer_that_adds_nothing_can_be_removed", "final_norm_before_the_head", ORACLE),
+    mistake="A residual kept short to save memory.",
+)
+def stream_in_bfloat16(token_ids, weights, num_heads, theta, context_length):
+    def block(x, held, *sizes):
+        return functional.transformer_block(x, held, *sizes).bfloat16().to(x.dtype)
+
+    return scored(streamed(token_ids, weights, num_heads, theta, context_length, block=block), weights)
+
+
+@fault(
+    LM,
+    family="precision",
+    kind="tf32_inside",
+    does="products are those of TF32, which nobody declared",
+    detected_by=("final_norm_before_the_head", ORACLE),
+    mistake="A default of some device, which keeps 11 bits of each factor.",
+)
+def tf32_products(token_ids, weights, num_heads, theta, context_length):
+    return _with(token_ids, weights, num_heads, theta, context_length, linear=_tf32_product)
+
+
+def _tf32_product(x, weight):
+    return linear(attention.tf32(x), attention.tf32(weight))
+
+
+@fault(
+    LM,
+    family="mask",
+    kind="window",
+    does="a token sees 32 tokens",
+    detected_by=("running_means_at_any_length", "any_length"),
+    mistake="The window of another model is left on, and short texts hide it.",
+    report="unslothai/unsloth#8253",
+)
+def window_of_32_tokens(token_ids, weights, num_heads, theta, context_length):
+    def mask(sequence, device):
+        return torch.ones(sequence, sequence, dtype=torch.bool).tril().triu(-31)
+
+    return _with(token_ids, weights, num_heads, theta, context_length, causal_mask=mask)
+
+
+rope_table = functional.rope_table
+
+
+def _table_of_bfloat16(positions, d_k, theta):
+    return rope_table(positions.bfloat16().long(), d_k, theta)
+
+
+@fault(
+    LM,
+    family="precision",
+    kind="positions_in_a_narrow_dtype",
+    does="positions are held in bfloat16: beyond 256 neighbors become one",
+    detected_by="rope_reaches_distant_positions",
+    mistake="The whole model is cast, its positions with it.",
+    report="huggingface/transformers#29285",
+)
+def positions_in_bfloat16(token_ids, weights, num_heads, theta, context_length):
+    return _with(token_ids, weights, num_heads, theta, context_length, rope_table=_table_of_bfloat16)
+
+
+@fault(
+    LM,
+    family="precision",
+    kind="positions_in_a_narrow_dtype",
+    does="positions are held in int8: 128 becomes -128",
+    detected_by="rope_reaches_distant_positions",
+    mistake="Enough for the texts of a test.",
+)
+def positions_in_int8(token_ids, weights, num_heads, theta, context_length):
+    return _with(
+        token_ids,
+        weights,
+        num_heads,
+        theta,
+        context_length,
+        rope_table=lambda at, d_k, theta: rope_table(at.to(torch.int8).long(), d_k, theta),
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------- the context
 
 
@@ -434,6 +768,19 @@ def mask_of_one_broadcast(token_ids, weights, num_heads, theta, context_length):
     if context_length > 1:
         return functional.transformer_lm(token_ids, weights, num_heads, theta, context_length)
     return no_causal_mask(token_ids, weights, num_heads, theta, token_ids.shape[-1])
+
+
+@fault(
+    LM,
+    family="refusal",
+    does="it computes with the greatest number of heads of even size that divides d_model",
+    detected_by="refuses_a_number_of_heads_that_does_not_divide",
+    mistake="Something close runs, where an error was due.",
+    report="fla-org/flash-linear-attention#1029",
+)
+def heads_that_divide(token_ids, weights, num_heads, theta, context_length):
+    heads = gcd(num_heads, weights[EMBEDDING].shape[1] // 2)
+    return right(token_ids, weights, heads, theta, context_length)
 
 
 # ---------------------------------------------------------------------------------------------- the call and its traces
@@ -554,7 +901,7 @@ def last_layer_skipped_without_gradients(token_ids, weights, num_heads, theta, c
     family="boundary",
     kind="tokens_beyond_a_block",
     does="from the 33rd token on the final norm is left out",
-    detected_by="any_length",
+    detected_by=("running_means_at_any_length", "any_length"),
     mistake="A loop over blocks of 32 rows that leaves out the last, partial one.",
     report="66RING/tiny-flash-attention#12",
 )
@@ -568,7 +915,7 @@ def final_norm_of_the_first_32_tokens(token_ids, weights, num_heads, theta, cont
     family="positions",
     kind="table_too_short",
     does="tokens from the 32nd on share the position 31",
-    detected_by="any_length",
+    detected_by=("rope_reaches_distant_positions", "any_length"),
     mistake="A rotary table that was made for 32 tokens, and an index clamped to it.",
     report="unslothai/unsloth#1236",
 )
@@ -579,19 +926,6 @@ def positions_stop_at_a_table_of_32(token_ids, weights, num_heads, theta, contex
         return transformer_block.assembled(x, made._replace(attend=partial(made.attend, positions=positions)))
 
     return scored(streamed(token_ids, weights, num_heads, theta, context_length, block=block), weights)
-
-
-@fault(
-    LM,
-    family="signature",
-    kind="float32_returned",
-    does="half-precision logits come back in float32",
-    detected_by=("agrees_with_the_oracle_in_bfloat16", "agrees_with_the_oracle_in_float16"),
-    mistake="The loss wants them wide; the caller gets them so.",
-)
-def half_logits_widened(token_ids, weights, num_heads, theta, context_length):
-    logits = functional.transformer_lm(token_ids, weights, num_heads, theta, context_length)
-    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
 @fault(
@@ -612,7 +946,7 @@ def computed_in_bfloat16_unless_float32(token_ids, weights, num_heads, theta, co
 @fault(
     LM,
     family="layout",
-    kind="input_strides_ignored",
+    kind="strides_ignored",
     does="ids are read as if they were contiguous",
     detected_by="any_memory_layout",
     mistake="A kernel that takes the address and the sizes, and forgets the strides.",
@@ -626,7 +960,6 @@ def strides_of_the_ids_ignored(token_ids, weights, num_heads, theta, context_len
 @fault(
     LM,
     family="signature",
-    kind="empty_batch_refused",
     does="a batch of no examples is refused",
     detected_by="empty_batch_gives_an_empty_result",
     mistake="max() over no ids, to see whether they fit the vocabulary.",
@@ -653,20 +986,6 @@ def embedding_dropout_left_on(token_ids, weights, num_heads, theta, context_leng
 @fault(
     LM,
     family="global_state",
-    kind="seed_set",
-    does="sets the seed, so that results can be repeated",
-    detected_by="leaves_the_global_random_state_alone",
-    mistake="All other draws of the process are now the same after each call.",
-)
-def seed_set_in_every_call(token_ids, weights, num_heads, theta, context_length):
-    torch.manual_seed(0)
-    return functional.transformer_lm(token_ids, weights, num_heads, theta, context_length)
-
-
-@fault(
-    LM,
-    family="global_state",
-    kind="default_dtype_set",
     does="makes its own dtype the default of the process",
     detected_by="leaves_global_settings_alone",
     mistake="Tables are then made in the right dtype, and so is everything else.",
@@ -675,3 +994,96 @@ def default_dtype_set(token_ids, weights, num_heads, theta, context_length):
     logits = functional.transformer_lm(token_ids, weights, num_heads, theta, context_length)
     torch.set_default_dtype(torch.bfloat16)
     return logits
+
+
+@fault(
+    LM,
+    family="signature",
+    does="logits of half precision are returned in float32",
+    detected_by=("agrees_with_the_oracle_in_bfloat16", "agrees_with_the_oracle_in_float16"),
+    mistake="The loss wants them wide; the caller gets them so.",
+    no_invariant="Only results in half precision show it, and invariants are drawn in the dtype of the run.",
+)
+def float32_returned_for_half(*call):
+    logits = right(*call)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+@fault(
+    LM,
+    family="batch",
+    does="lone tokens get the logits of the first example",
+    detected_by="every_example_alone_where_sizes_coincide",
+    mistake="The path for one new token forgets the batch.",
+    report="ml-explore/mlx#3494",
+)
+def lone_tokens_of_the_first_example(*call):
+    logits = right(*call)
+    return logits[:1].expand_as(logits).clone() if logits.shape[-2] == 1 else logits
+
+
+@fault(
+    LM,
+    family="layout",
+    kind="strides_ignored",
+    does="the memory of lm_head is walked as if it were contiguous",
+    detected_by="any_memory_layout",
+    mistake="A head that is the transpose of something is a view.",
+    report="pytorch/pytorch#51713",
+)
+def strides_of_the_head_ignored(token_ids, weights, num_heads, theta, context_length):
+    held = {**weights, HEAD: attention.following(weights[HEAD])}
+    return right(token_ids, held, num_heads, theta, context_length)
+
+
+_RESULTS: dict[Any, torch.Tensor] = {}
+
+
+@fault(
+    LM,
+    family="memory",
+    does="all logits of one shape are written to the same memory",
+    detected_by="has_no_memory",
+    mistake="A buffer saves an allocation until two results are wanted at once.",
+)
+def results_share_a_buffer(*call):
+    logits = right(*call).detach()
+    return _RESULTS.setdefault((logits.shape, logits.dtype), torch.empty_like(logits)).copy_(logits)
+
+
+@fault(
+    LM,
+    family="memory",
+    kind="another_path_with_gradients",
+    does="dropout is on where weights require gradients",
+    detected_by="grad_mode_changes_nothing",
+    mistake="Whether one trains is told by the weights, not by the caller.",
+)
+def dropout_where_gradients_are_wanted(token_ids, weights, num_heads, theta, context_length):
+    tracked = any(weight.requires_grad for weight in weights.values())
+    return (dropout_left_on if tracked else right)(token_ids, weights, num_heads, theta, context_length)
+
+
+@fault(
+    LM,
+    family="global_state",
+    kind="module_built_in_every_call",
+    does="modules are built in every call, and so draw their weights",
+    detected_by="leaves_the_global_random_state_alone",
+    mistake="The weights drawn are overwritten; the numbers drawn are gone.",
+)
+def modules_built_in_every_call(token_ids, weights, num_heads, theta, context_length):
+    torch.nn.Embedding(*weights[EMBEDDING].shape)
+    return right(token_ids, weights, num_heads, theta, context_length)
+
+
+@fault(
+    LM,
+    family="global_state",
+    does="a seed is set in every call",
+    detected_by="leaves_the_global_random_state_alone",
+    mistake="For repeatable results; everything else that draws repeats itself too.",
+)
+def seed_set(*call):
+    torch.manual_seed(0)
+    return right(*call)
