@@ -1,5 +1,5 @@
 """Builds one page an operator from the specification itself: words, code, clauses, the faults they detect; and puts the
-matrix of clauses and faults into its page."""
+matrix of clauses and faults, and how good the diagnosis is, into their pages."""
 
 import inspect
 from collections import Counter
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from mkdocs.structure.files import File, Files
 
 from spec_lm import matrix
+from spec_lm.conformance import diagnosis
 from spec_lm.conformance.clause import CLAUSES, Clause
 from spec_lm.conformance.operators import OPERATORS
 from spec_lm.faults import FAMILIES
@@ -94,7 +95,26 @@ def _detections(row: matrix.Row) -> str:
     )
 
 
-PARTS: dict[str, Callable[[], Iterator[str]]] = {"families": families, "matrix": rows}
+# ------------------------------------------------------------------------------------------------------- the diagnosis
+
+
+def accuracies() -> Iterator[str]:
+    """How often the catalogue's faults are guessed rightly."""
+    yield "| clauses run | faults | right family first | among two | most frequent family | known fault recognized |"
+    yield "|---|---|---|---|---|---|"
+    measured = {"MUST": diagnosis.accuracy("must"), "MUST and SHOULD": diagnosis.accuracy("should")}
+    for level, found in measured.items():
+        counts = (found.first, found.among_two, found.most_frequent, found.recognized)
+        shares = " | ".join(f"{count / found.faults:.0%}" for count in counts)
+        yield f"| {level} | {found.faults} | {shares} |"
+    yield "\nHow often a guess is right, by how sure it is:\n"
+    yield "| clauses run | " + " | ".join(diagnosis.WORDS) + " |\n|---" + "|---" * len(diagnosis.WORDS) + "|"
+    for level, found in measured.items():
+        right = (f"{right} of {said}" for right, said in found.by_word.values())
+        yield f"| {level} | {' | '.join(right)} |"
+
+
+PARTS: dict[str, Callable[[], Iterator[str]]] = {"families": families, "matrix": rows, "accuracy": accuracies}
 
 
 def _cell(text: str) -> str:

@@ -158,20 +158,24 @@ class Likeness:
         patterns = [set(marks(self._told(fault.fails))) for fault in self.known]
         self._places = {mark: place for place, mark in enumerate(sorted(set().union(*patterns)))}
         self._vectors = np.array([self._vector(pattern) for pattern in patterns])
+        self._inverse = np.linalg.inv(self._vectors @ self._vectors.T + _RIDGE * np.eye(len(self.known)))
         self._weights = self._fitted()
 
     def _fitted(self) -> np.ndarray:
         """The weight of each mark for each family."""
         is_of = np.array([[float(fault.family == family) for family in FAMILIES] for fault in self.known])
-        kernel = self._vectors @ self._vectors.T + _RIDGE * np.eye(len(self.known))
-        return self._vectors.T @ np.linalg.solve(kernel, is_of)
+        return self._vectors.T @ (self._inverse @ is_of)
 
     def without(self, operator: str, kind: str) -> "Likeness":
         """As if the operator's faults of a kind were not known."""
-        kept = [not (fault.operator == operator and fault.kind == kind) for fault in self.known]
+        left_out = np.array([fault.operator == operator and fault.kind == kind for fault in self.known])
+        kept, rest = np.ix_(~left_out, ~left_out), self._inverse[np.ix_(~left_out, left_out)]
         other = copy(self)
-        other.known = tuple(compress(self.known, kept))
-        other._vectors = self._vectors[kept]
+        other.known = tuple(compress(self.known, ~left_out))
+        other._vectors = self._vectors[~left_out]
+        # The inverse of what is left of a matrix, by its Schur complement.
+        corner = self._inverse[np.ix_(left_out, left_out)]
+        other._inverse = self._inverse[kept] - rest @ np.linalg.solve(corner, rest.T)
         other._weights = other._fitted()
         return other
 
@@ -295,7 +299,7 @@ def _cause(operator: str, guess: Guess, number: int) -> Cause:
     return Cause(operator, f"{'or ' if number else ''}{what} ({how})", fault.id if fault else "", guess.family)
 
 
-# -------------------------------------------------------------------------------------------------------- how good it is
+# ------------------------------------------------------------------------------------------------------- how good it is
 
 
 @dataclass(frozen=True)

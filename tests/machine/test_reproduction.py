@@ -118,7 +118,7 @@ def outcome_on(function, fault: Fault, clause_name: str, origin: Origin) -> Outc
     checked = Checked(OPERATORS[fault.operator], function)
     clause = CLAUSES[f"{fault.operator}.{clause_name}"]
     with preserved(0):
-        return run_clause(clause, checked, Domain(fault.operator), Settings(examples=30), origin)[0]
+        return run_clause(clause, checked, Domain(fault.operator), Settings(), origin)[0]
 
 
 def test_code_fails_on_the_faults_of_the_catalogue_and_passes_on_the_reference(tmp_path, monkeypatch, executed):
