@@ -237,17 +237,14 @@ def _rmsnorm(noise: AnyNoise, x: np.ndarray, gain: np.ndarray, eps: float) -> tu
         dn = noise.rounded(noise.rounded(dy * gain), w)
         along = dn * n
         mean = noise.spread(along.mean(-1, keepdims=True), w * sqrt(d) * np.abs(along).mean(-1, keepdims=True))
-        d_x = noise.rounded(dn * r, w) - noise.rounded(n * noise.rounded(mean * r, w), w)
-        return noise.rounded(noise.rounded(d_x, w)), _gain_gradient(noise, dy * normed)
+        return noise.rounded(noise.rounded(r * (dn - n * mean), w)), _gain_gradient(noise, _rows(dy * normed))
 
     return noise.rounded(normed * gain), pullback
 
 
 def _gain_gradient(noise: AnyNoise, terms: np.ndarray) -> np.ndarray:
-    """The sum over the rows: each term may be rounded to the dtype, the sum is accumulated with roundoff w."""
-    rows = noise.rounded(noise.rounded(_rows(terms)), noise.a.w)
-    size = noise.a.w * sqrt(rows.shape[1]) * np.abs(rows).sum(1)
-    return noise.rounded(noise.spread(rows.sum(1), size))
+    """The sum over the rows, accumulated with roundoff w."""
+    return noise.rounded(noise.spread(terms.sum(1), noise.a.w * sqrt(terms.shape[1]) * np.abs(terms).sum(1)))
 
 
 class _Tables(NamedTuple):
