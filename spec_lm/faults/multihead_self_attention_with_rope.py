@@ -663,7 +663,7 @@ def no_causal_mask(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len, positio
     family="mask",
     kind="no_causal_mask",
     does="has no causal mask where there is one head",
-    detected_by=("causal_independence_from_future_tokens", "causality_goes_by_index"),
+    detected_by=("causal_independence_from_future_tokens", "a_prefix_gives_the_first_outputs"),
     mistake="A route of its own, which has no mask.",
     report="NVIDIA/TransformerEngine#1524",
 )

@@ -421,7 +421,7 @@ def sum_in_the_dtype_of_the_input(x, gain, eps):
     family="norm",
     kind="another_eps",
     does="eps is held in float16",
-    detected_by=("eps_is_inside_the_root", "agrees_with_the_oracle"),
+    detected_by=("eps_is_inside_the_root", "unit_rms"),
     mistake="A constant of the model is cast with it; 1e-6 has three bits left there.",
 )
 def eps_in_float16(x, gain, eps):

@@ -494,7 +494,7 @@ def positions_along_the_batch(x, positions, theta, max_seq_len):
     ROPE,
     family="positions",
     does="reads its table by columns where there are as many tokens as pairs",
-    detected_by=("positions_are_honored", "agrees_with_the_oracle"),
+    detected_by=("positions_are_honored", "a_token_alone_turns_as_among_others"),
     mistake="Only where sizes coincide does a transposed table pass without an error.",
 )
 def square_table_transposed(x, positions, theta, max_seq_len):
@@ -572,7 +572,7 @@ def table_of_2048_rows(x, positions, theta, max_seq_len):
     ROPE,
     family="boundary",
     does="leaves all rows of a batch but the first at zero where the sequence has one token",
-    detected_by=("a_token_alone_turns_as_among_others", "takes_any_number_of_leading_axes"),
+    detected_by=("a_token_alone_turns_as_among_others", "norms_of_pairs_are_kept"),
     mistake="A launch grid leaves the batch out of the case for one token.",
     report="ml-explore/mlx#3494",
 )

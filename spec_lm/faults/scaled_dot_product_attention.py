@@ -200,7 +200,7 @@ def first_mask_row_for_all_queries(query, key, value, mask=None):
     ATTENTION,
     family="mask",
     does="every example gets the mask of the first",
-    detected_by=("zero_queries_average_the_visible_values", "agrees_with_the_oracle"),
+    detected_by=("every_example_alone_where_sizes_coincide", "agrees_with_the_oracle"),
     mistake="One mask was enough while all sequences had one length.",
 )
 def first_mask_for_all_examples(query, key, value, mask=None):
@@ -660,7 +660,7 @@ def scale_of_the_values(query, key, value, mask=None):
     ATTENTION,
     family="scale",
     does="the scale is taken from d_k padded to a power of two",
-    detected_by=("scale_holds_for_any_head_size", "agrees_with_the_oracle"),
+    detected_by=("scale_holds_for_any_head_size", "any_length"),
     mistake="The kernel pads heads, and asks the padded tensor for its size.",
     report="intel/ipex-llm#12619",
 )
@@ -711,7 +711,7 @@ def unscaled_without_a_mask(query, key, value, mask=None):
     ATTENTION,
     family="scale",
     does="the scale is rounded to bfloat16",
-    detected_by=("scale_is_one_over_the_square_root_of_d_k", "agrees_with_the_oracle"),
+    detected_by=("scale_is_one_over_the_square_root_of_d_k", "scale_holds_for_any_head_size"),
     mistake="A constant takes the dtype of the model; for 4, 16 and 64 features it is exact.",
 )
 def scale_in_bfloat16(query, key, value, mask=None):
