@@ -587,9 +587,8 @@ def two_layers_at_most(token_ids, weights, num_heads, theta, context_length):
     family="formula",
     kind="gelu",
     does="the gate is GELU",
-    detected_by=ORACLE,
+    detected_by=("layers_run_in_order", "rope_reaches_distant_positions", ORACLE),
     mistake="The gate of other models.",
-    no_invariant="What the layers compute is said of the block; of the model they are only run in order.",
 )
 def gelu_in_the_gate(token_ids, weights, num_heads, theta, context_length):
     return _with(
@@ -935,6 +934,7 @@ def positions_stop_at_a_table_of_32(token_ids, weights, num_heads, theta, contex
     does="whatever is not float32 is computed in bfloat16",
     detected_by=("agrees_with_the_oracle_in_float64", "agrees_with_the_oracle_in_float16"),
     mistake="Autocast, where float64 was asked for.",
+    no_invariant="Only results in other dtypes show it, and invariants are drawn in the dtype of the run.",
 )
 def computed_in_bfloat16_unless_float32(token_ids, weights, num_heads, theta, context_length):
     dtype = weights[HEAD].dtype
