@@ -113,7 +113,7 @@ _TOPICS = {
     "the process": r"leaves_|random_state",
     "layouts": r"layout",
     "ranks": r"leading_axes|unbatched|empty_batch",
-    "memory": r"memory|serve_twice",
+    "memory": r"has_no_memory|serve_twice",
     "rows": r"rows_of_a_batch|not_see_each_other",
     "arguments": r"does_not_change",
     "signature": r"signature",
@@ -206,6 +206,7 @@ class Likeness:
 WORDS = {"very likely": 0.45, "likely": 0.2, "possibly": 0.0}
 _FITS = 0.15  # a family that fits less is no guess
 _THE_SAME = 0.99  # fails as a fault does, in every mark
+_LEAST_JUDGED = 6  # fewer clauses make no pattern: too many faults fail in the same way
 _CONVENTION = re.compile(r"this is .*; if intended, declare .*")
 
 
@@ -222,14 +223,15 @@ class Guess:
 def guesses(operator: str, fails: Mapping[str, Failure], likeness: Likeness) -> list[Guess]:
     """At most two guesses, the best first; none where nothing fits.
 
-    Families of the operator's own faults that fail in the very same way come first.
+    Families of the operator's own faults that fail in the very same way come first; where there are several, none of
+    them is sure.
     """
     own = {fault: alike for fault, alike in likeness.faults(fails).items() if fault.operator == operator}
     scores = likeness.families(fails)
     same = {fault.family for fault, alike in own.items() if alike >= _THE_SAME}
     best, second = sorted(scores, key=lambda family: (family not in same, -scores[family]))[:2]
     margin = scores[best] - max(score for family, score in scores.items() if family != best)
-    word = next((word for word, least in WORDS.items() if margin >= least), "possibly")
+    word = next((word for word, least in WORDS.items() if margin >= least and len(same) < 2), "possibly")
     guessed = [_guess(best, word, own), _guess(second, "possibly", own)]
     return [guess for guess in guessed if scores[guess.family] >= _FITS or guess.family in same]
 
@@ -260,6 +262,8 @@ def diagnose(outcomes: Iterable[Outcome]) -> tuple[Cause, ...]:
 
 
 def _guesses_about(operator: str, outcomes: list[Outcome]) -> list[Guess]:
+    if len(outcomes) < _LEAST_JUDGED:
+        return []
     fails = {_name(o): Failure(sort_of(o), _bounds(o)) for o in outcomes if o.outcome == "fails"}
     return guesses(operator, fails, Likeness(catalogue(), map(_name, outcomes)))
 

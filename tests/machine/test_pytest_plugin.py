@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
     not [entry for entry in importlib.metadata.entry_points(group="pytest11") if entry.name == "spec_lm"],
     reason="pytest finds the plugin once spec_lm is installed: pip install -e .",
 )
-SOFTMAX = "one_element_axis_gives_one or any_dim"
+SOFTMAX = "entries_are_probabilities or one_element_axis_gives_one"
 NAIVE = "def run_softmax(in_features, dim):\n    e = in_features.exp()\n    return e / e.sum(dim, keepdim=True)\n"
 
 
@@ -91,7 +91,7 @@ def test_x_stops_at_the_first_failure_and_junit_names_operator_file_and_clause(r
     result = run("--spec-lm-impl", "adapters.py", "-k", SOFTMAX, "-x", "--junit-xml", "out.xml")
     assert result.parseoutcomes()["failed"] == 1
     (case,) = ET.parse("out.xml").getroot().iter("testcase")
-    assert case.get("name") in ("softmax.one_element_axis_gives_one", "softmax.any_dim")
+    assert case.get("name") in ("softmax.entries_are_probabilities", "softmax.one_element_axis_gives_one")
     assert case.find("failure") is not None
 
 
