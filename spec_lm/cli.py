@@ -453,7 +453,7 @@ class _Again:
 
 @app.command()
 def faults(
-    examples: Annotated[int, typer.Option(min=1, help="Examples drawn for each clause.")] = 50,
+    examples: Annotated[int, typer.Option(min=1, help="Examples drawn for each clause.")] = 25,
     seed: Annotated[int, typer.Option(help="Of all draws: the same seed gives the same matrix.")] = 0,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes at a time; by default one a core, at most 4.")
@@ -461,7 +461,9 @@ def faults(
     operator: Annotated[
         list[str] | None, typer.Option(metavar="OP", help="Faults of this operator only; repeatable.")
     ] = None,
-    write: Annotated[bool, typer.Option("--write", help="Put the matrix into the package.")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Put the matrix, or this part of it, into the package.")
+    ] = False,
     compare: Annotated[
         bool, typer.Option("--check", help="Also fail where the matrix in the package is not that of these sources.")
     ] = False,
@@ -475,17 +477,18 @@ def faults(
     from spec_lm.conformance import workers
 
     with _mendable():
-        if write and operator:
-            raise UserError("--write puts the whole matrix into the package; leave --operator out")
         known, clauses = matrix.chosen(operator or ())
         console = _console()
         about = f"{len(known)} faults, {len(clauses)} clauses | seed {seed}, {examples} examples"
         _print(console, f"spec_lm {spec_lm.__version__}, spec {spec_lm.SPEC_VERSION} | {about}")
+        if write and operator:
+            matrix.read(matrix.PACKAGED).refuse_part(examples, seed)
         with _counted(console, len(known)) as count:
             asked = {"examples": examples, "seed": seed, "jobs": jobs or workers.default_jobs()}
             measured = matrix.measure(known, clauses, **asked, on_found=count)
         if write and not measured.errors:
-            text = measured.text()
+            whole = matrix.read(matrix.PACKAGED).with_part(measured, operator) if operator else measured
+            text = whole.text()
             with _written(matrix.PACKAGED) as file:
                 file.write(text)
         stale = matrix.staleness(matrix.read(matrix.PACKAGED), known, clauses) if compare else None

@@ -104,6 +104,21 @@ class Matrix:
         clauses = {each: fingerprint for each, fingerprint in self.clauses.items() if each.split(".")[0] in kept}
         return replace(self, clauses=clauses, faults={i: row for i, row in self.faults.items() if row.operator in kept})
 
+    def refuse_part(self, examples: int, seed: int) -> None:
+        """Take no part that is measured otherwise.
+
+        Raises:
+            UserError: it is.
+        """
+        if (examples, seed) != (self.examples, self.seed):
+            alike = f"--examples {self.examples} --seed {self.seed}"
+            raise UserError(f"the matrix in the package is measured with {alike}; measure its part so, or all of it")
+
+    def with_part(self, part: "Matrix", names: Iterable[str]) -> "Matrix":
+        """With another one's rows of these operators in the place of its own."""
+        kept = self.of(set(OPERATORS).difference(names))
+        return replace(self, clauses=kept.clauses | part.clauses, faults=kept.faults | part.faults)
+
     def text(self) -> str:
         """As JSON: sorted, a clause or a fault a line."""
         run = {"spec": self.spec, "examples": self.examples, "seed": self.seed, "dtype": self.dtype}

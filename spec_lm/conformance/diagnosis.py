@@ -158,25 +158,20 @@ class Likeness:
         patterns = [set(marks(self._told(fault.fails))) for fault in self.known]
         self._places = {mark: place for place, mark in enumerate(sorted(set().union(*patterns)))}
         self._vectors = np.array([self._vector(pattern) for pattern in patterns])
+        self._is_known = np.ones(len(self.known), dtype=bool)
+        families = [list(FAMILIES).index(fault.family) for fault in self.known]
         self._inverse = np.linalg.inv(self._vectors @ self._vectors.T + _RIDGE * np.eye(len(self.known)))
-        self._weights = self._fitted()
-
-    def _fitted(self) -> np.ndarray:
-        """The weight of each mark for each family."""
-        is_of = np.array([[float(fault.family == family) for family in FAMILIES] for fault in self.known])
-        return self._vectors.T @ (self._inverse @ is_of)
+        self._weights = self._inverse @ np.eye(len(FAMILIES))[families]  # of each fault for each family
 
     def without(self, operator: str, kind: str) -> "Likeness":
         """As if the operator's faults of a kind were not known."""
-        left_out = np.array([fault.operator == operator and fault.kind == kind for fault in self.known])
-        kept, rest = np.ix_(~left_out, ~left_out), self._inverse[np.ix_(~left_out, left_out)]
+        out = np.array([fault.operator == operator and fault.kind == kind for fault in self.known])
         other = copy(self)
-        other.known = tuple(compress(self.known, ~left_out))
-        other._vectors = self._vectors[~left_out]
-        # The inverse of what is left of a matrix, by its Schur complement.
-        corner = self._inverse[np.ix_(left_out, left_out)]
-        other._inverse = self._inverse[kept] - rest @ np.linalg.solve(corner, rest.T)
-        other._weights = other._fitted()
+        other.known = tuple(compress(self.known, ~out))
+        other._is_known = ~out
+        # What the weights would be, by the Schur complement of what is left out; its own become 0.
+        corner = self._inverse[np.ix_(out, out)]
+        other._weights = self._weights - self._inverse[:, out] @ np.linalg.solve(corner, self._weights[out])
         return other
 
     def _told(self, fails: Mapping[str, Failure]) -> dict[str, Failure]:
@@ -190,14 +185,15 @@ class Likeness:
 
     def families(self, fails: Mapping[str, Failure]) -> dict[str, float]:
         """How much each family fits; 1 is a fault as those of the family are, and the most fitting comes first."""
-        scores = self._vector(set(marks(self._told(fails)))) @ self._weights
-        found = dict(zip(FAMILIES, map(float, scores), strict=True))
+        found = dict(zip(FAMILIES, map(float, self._cosines(fails) @ self._weights), strict=True))
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def faults(self, fails: Mapping[str, Failure]) -> dict[Known, float]:
         """The cosine of each fault's marks with these."""
-        vector = self._vector(set(marks(self._told(fails))))
-        return dict(zip(self.known, map(float, self._vectors @ vector), strict=True))
+        return dict(zip(self.known, map(float, self._cosines(fails)[self._is_known]), strict=True))
+
+    def _cosines(self, fails: Mapping[str, Failure]) -> np.ndarray:
+        return self._vectors @ self._vector(set(marks(self._told(fails))))
 
 
 # ------------------------------------------------------------------------------------------------------------ diagnosis

@@ -280,10 +280,23 @@ def test_explain_tells_how_many_faults_a_clause_detects_and_the_first_of_them(sp
     assert f"          and {len(detected) - 10} more\n" in seen.out
 
 
-def test_part_of_the_matrix_is_not_written(spec_lm_command):
-    seen = spec_lm_command("faults", "--operator", "silu", "--write")
+def test_a_part_of_the_matrix_is_written_beside_the_rest(ran):
+    whole = matrix.read()
+    matrix.PACKAGED.write_text(whole.text(), encoding="utf-8")
+    ran(GOOD, NAMES, "--operator", "silu", "--write", "--examples", whole.examples)
+    written = matrix.read(matrix.PACKAGED)
+    assert list(written.of(["silu"]).faults) == ["silu.multiplied_in_place", "silu.one_too_much"]
+    others = [name for name in OPERATORS if name != "silu"]
+    assert written.of(others) == whole.of(others)
+
+
+def test_a_part_that_was_measured_otherwise_is_not_written(ran):
+    before = matrix.read().text()
+    matrix.PACKAGED.write_text(before, encoding="utf-8")
+    seen = ran(GOOD, NAMES, "--operator", "silu", "--write", "--seed", 7)
     assert seen.code == 2
-    assert "leave --operator out" in seen.err
+    assert "--seed 0" in seen.err
+    assert matrix.PACKAGED.read_text(encoding="utf-8") == before
 
 
 def test_an_unknown_operator_is_a_usage_error(spec_lm_command):
