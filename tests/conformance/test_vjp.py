@@ -301,6 +301,11 @@ def repeats_that_cancel() -> Call:
     return (torch.zeros(8, dtype=torch.long), torch.zeros(2, 2).bfloat16()), torch.cat((given, -given))
 
 
+def rope_of_float32_angles(x: Tensor, positions: Tensor, theta: float, max_seq_len: int) -> Tensor:
+    angles = positions.float()[:, None] * theta ** -(torch.arange(0, x.shape[-1], 2).float() / x.shape[-1])
+    return functional.rotate_pairs(x, torch.stack((angles.cos(), angles.sin())))
+
+
 # What one way of computing errs by and the others do not, where nothing else errs as much.
 ONE_WAY = {
     "exp(x - logsumexp(x)) rounds a whole row alike": (
@@ -317,6 +322,11 @@ ONE_WAY = {
         "silu",
         Online().silu,
         lambda: ((torch.linspace(-80, -60, 50),), torch.ones(50)),
+    ),
+    "angles of float32 err the more the later the position": (
+        "rope",
+        rope_of_float32_angles,
+        lambda: ((torch.ones(1, 16), torch.tensor([30000]), 10000.0, 40000), torch.full((1, 16), 1.5)),
     ),
     "a running maximum gathers what every step left": (
         "scaled_dot_product_attention",
