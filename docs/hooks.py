@@ -15,6 +15,7 @@ from spec_lm.faults import FAMILIES
 from spec_lm.reference import functional
 
 MATRIX = matrix.read()
+MOST_SHOWN = 1e9  # where a bound is next to nothing, the number says no more
 
 
 def on_config(config):
@@ -90,9 +91,13 @@ def rows() -> Iterator[str]:
 def _detections(row: matrix.Row) -> str:
     """The clauses by how far they are exceeded, those that are not of values last."""
     ordered = sorted(row.detected_by.items(), key=lambda item: (item[1] is None, -(item[1] or 0), item[0]))
-    return ", ".join(
-        f"[{name}](operators/{row.operator}.md#{name})" + (f" {ratio:.3g}" if ratio else "") for name, ratio in ordered
-    )
+    return ", ".join(f"[{name}](operators/{row.operator}.md#{name}){_ratio(ratio)}" for name, ratio in ordered)
+
+
+def _ratio(ratio: float | None) -> str:
+    if ratio is None:
+        return ""
+    return f" {ratio:.3g}" if ratio < MOST_SHOWN else f" > {MOST_SHOWN:.0e}"
 
 
 # ------------------------------------------------------------------------------------------------------- the diagnosis
