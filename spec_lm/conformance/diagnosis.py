@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from itertools import compress
 from typing import Any
@@ -103,10 +103,10 @@ def _known(name: str, row: Mapping[str, Any]) -> Known:
 
 # ---------------------------------------------------------------------------------------------------------- likenesses
 
-# Clauses about one thing: where they fail though the operator agrees with the oracle, or fail alone, it is that thing.
+# Clauses about one thing: where they fail alone it is that thing.
 _TOPICS = {
     "gradients": r"gradient|backward",
-    "16 bits": r"16|half",
+    "16 bits": r"16|_half_",
     "float64": r"float64",
     "lengths": r"any_length|long_rows|block|any_width|thousands",
     "refusals": r"refus",
@@ -120,24 +120,19 @@ _TOPICS = {
     "order": r"permut|revers|renumber",
     "masks": r"mask|causal|prefix|future",
 }
-_ORACLE = "agrees_with_the_oracle"
 # Errors up to the first are roundings in a shorter dtype, beyond the second they are as large as the values.
 _BOUNDS = (30.0, 1e4)
-_RIDGE = 0.5
+_RIDGE = 0.3
 
 
 def marks(fails: Mapping[str, Failure]) -> Iterator[str]:
     """What tells one pattern of failures from another."""
     for name, failure in fails.items():
-        yield from (name, failure.sort)
+        yield from (name, failure.sort, *(f"{topic} {failure.sort}" for topic in _topics(name)))
         if failure.bounds is not None:
             yield f"{name} by {sum(failure.bounds >= bound for bound in _BOUNDS)}"
-    for topic, number in Counter(topic for name in fails for topic in _topics(name)).items():
-        yield topic
-        if _ORACLE not in fails:
-            yield f"{topic} unlike the oracle"
-        if number == len(fails):
-            yield f"{topic} alone"
+    topics = Counter(topic for name in fails for topic in _topics(name))
+    yield from (f"{topic} alone" for topic, number in topics.items() if number == len(fails))
 
 
 @cache
@@ -261,7 +256,12 @@ def _guesses_about(operator: str, outcomes: list[Outcome]) -> list[Guess]:
     if len(outcomes) < _LEAST_JUDGED:
         return []
     fails = {_name(o): Failure(sort_of(o), _bounds(o)) for o in outcomes if o.outcome == "fails"}
-    return guesses(operator, fails, Likeness(catalogue(), map(_name, outcomes)))
+    return guesses(operator, fails, _likeness(catalogue(), frozenset(map(_name, outcomes))))
+
+
+@lru_cache(maxsize=len(OPERATORS))
+def _likeness(known: tuple[Known, ...], judged: frozenset[str]) -> Likeness:
+    return Likeness(known, judged)
 
 
 def _name(outcome: Outcome) -> str:
