@@ -17,7 +17,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spec_lm.conformance import oracle
-from spec_lm.conformance.bounds import DEVIATIONS, SAMPLES, Arithmetic, Noise, angles, arithmetic, pairs, times
+from spec_lm.conformance.bounds import (
+    DEVIATIONS,
+    PRECISIONS,
+    SAMPLES,
+    Arithmetic,
+    Noise,
+    angles,
+    arithmetic,
+    pairs,
+    times,
+)
 
 Gradients = dict[str, np.ndarray]
 
@@ -188,17 +198,19 @@ def _silu(noise: AnyNoise, x: np.ndarray) -> tuple[np.ndarray, Pullback]:
     """y = x s, s = sigmoid(x); dx = dy s + dy x s (1 - s).
 
     exp2(-x log2(e)) moves e^-|x| by v|x|. 1 - s, by subtraction, errs by u; by no more than itself where s rounds to 1.
+    x / (1 + exp(-x)), step by step, divides x by its denominator twice; where that underflows, the second term is lost.
     """
     shrunk = np.exp(-np.abs(x))
     shrunk = noise.spread(shrunk, noise.a.v * np.abs(x) * shrunk)
     small, large = shrunk / (1 + shrunk), 1 / (1 + shrunk)
     sigmoid, rest = noise.rounded(np.where(x < 0, small, large)), np.where(x < 0, large, small)
     rest = noise.spread(rest, np.minimum(noise.a.u, 4 * rest))
+    lost = (x < 0) & (np.abs(x) * small * small < min(noise.a.eta, PRECISIONS["float32"].eta))
 
     def pullback(dy: np.ndarray) -> tuple[np.ndarray, ...]:
         straight = noise.rounded(dy * sigmoid)
         curved = noise.rounded(noise.rounded(dy * x) * noise.rounded(sigmoid * rest))
-        return (noise.rounded(straight + curved),)
+        return (noise.rounded(straight + noise.spread(curved, curved * lost)),)
 
     return noise.rounded(x * sigmoid), pullback
 

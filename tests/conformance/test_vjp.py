@@ -323,6 +323,11 @@ ONE_WAY = {
         Online().silu,
         lambda: ((torch.linspace(-80, -60, 50),), torch.ones(50)),
     ),
+    "x / (1 + exp(-x)) divides by its denominator twice, and what underflows there is lost": (
+        "silu",
+        lambda x: x / (1 + torch.exp(-x)),
+        lambda: ((torch.linspace(-85, -40, 90),), torch.ones(90)),
+    ),
     "angles of float32 err the more the later the position": (
         "rope",
         rope_of_float32_angles,
