@@ -288,6 +288,50 @@ def test_replay_says_what_it_cannot_run(spec_lm_command, write):
     assert "text.jsonl, line 1: not a line of a report" in ran.err
 
 
+def test_replay_prints_the_code_of_a_failure_alone_and_it_fails(spec_lm_command, write, tmp_path):
+    write("adapters.py", NAIVE)
+    spec_lm_command("check", "adapters.py", *FAILS, "--clause", "softmax.shift_invariance")
+    ran = spec_lm_command("replay", ".spec-lm/last.jsonl", CLAUSE, "--code")
+    assert ran.code == 0
+    (tmp_path / "repro.py").write_text(ran.out)
+    alone = subprocess.run([sys.executable, "repro.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert alone.returncode == 1
+    assert "AssertionError: tensor([nan])" in alone.stderr
+    assert "spec_lm" not in ran.out
+    ran = spec_lm_command("replay", ".spec-lm/last.jsonl", "--code")
+    assert ran.code == 2
+    assert f"name the clause whose code is wanted; it holds those of {CLAUSE}, softmax.shift_invariance" in ran.err
+
+
+def test_replay_says_where_a_failure_has_no_code(spec_lm_command, write):
+    write("adapters.py", NAIVE)
+    spec_lm_command("check", "adapters.py", *FAILS)
+    path = Path(".spec-lm/last.jsonl")
+    lines = [json.dumps({**line, "reproduction": ""}) for line in lines_of(path)]
+    path.write_text("\n".join(lines))
+    ran = spec_lm_command("replay", path, CLAUSE, "--code")
+    assert ran.code == 2
+    assert f"{CLAUSE} has no code in {path}" in ran.err
+
+
+def test_many_failures_are_told_in_short_unless_all_are_asked_for(spec_lm_command, write):
+    write("adapters.py", "def softmax(x, dim):\n    return x * 0.5 + 1\n")
+    asked = ("check", "adapters.py", "--operator", "softmax", "--examples", "5")
+    short = spec_lm_command(*asked).out
+    number = int(short.split(" fail\n")[0].split()[-1])
+    assert short.count("\nFAILS  ") == 3
+    assert f"FAIL   {number - 3} more clauses of softmax; in full: --all-failures or spec-lm replay" in short
+    assert short.count("  likely    ") >= 1
+    assert spec_lm_command(*asked, "--all-failures").out.count("\nFAILS  ") == number
+
+
+def test_what_was_accepted_is_shown_as_it_was_handed_over(spec_lm_command, write):
+    write("adapters.py", "def embedding(ids, weight):\n    return weight[ids % len(weight)]\n")
+    ran = spec_lm_command("check", "adapters.py", "--clause", "embedding.ids_outside_are_refused")
+    assert "  token_ids = 1  () int64\n" in ran.out
+    assert "seen      id 1 with a vocabulary of 1 was accepted" in ran.out
+
+
 def test_clauses_are_listed_one_a_line(spec_lm_command):
     ran = spec_lm_command("clauses", "--operator", "softmax")
     lines = [line.split(maxsplit=2) for line in ran.out.splitlines()]

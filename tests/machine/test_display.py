@@ -1,6 +1,7 @@
 """Failures read well: short numbers, NaN in plain sight, large tensors around their worst entry."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,13 +12,14 @@ from spec_lm.conformance.display import (
     evidence_of,
     evidence_text,
     failure_text,
+    failures_text,
     numbers_text,
     operator_text,
     summary_text,
     values_text,
 )
 from spec_lm.conformance.operators import OPERATORS
-from spec_lm.conformance.report import Outcome, Report
+from spec_lm.conformance.report import Cause, Outcome, Report
 from spec_lm.conformance.strategies import ArgumentsRecipe, TensorRecipe, WeightsRecipe
 from spec_lm.conformance.tolerance import Evidence, Output, Violation, at_most, bit_equal, close, finite
 
@@ -186,3 +188,74 @@ def test_every_clause_has_a_failure_that_can_be_shown():
         clause = CLAUSES[f"{operator}.agrees_with_the_oracle"]
         text = failure_text(Outcome(clause.id, operator, clause.level, "fails", "raised X", clause.sentence))
         assert text.splitlines()[0].split() == ["FAILS", clause.id, "MUST"]
+
+
+# ------------------------------------------------------------------------------------------------------- many failures
+
+
+def failing(number: int, operator="softmax", message="the rows differ") -> list[Outcome]:
+    return [Outcome(f"{operator}.c{i}", operator, "must", "fails", message, "Sentence.") for i in range(number)]
+
+
+def blocks(report: Report, **options) -> list[list[str]]:
+    return [text.splitlines() for text in failures_text(report, "last.jsonl", **options)]
+
+
+def test_of_many_failures_of_an_operator_three_are_told_in_full_and_the_others_in_a_line_each():
+    told = blocks(Report({}, (*failing(5), *failing(2, "silu"))))
+    assert [block[0].split()[:2] for block in told] == [
+        *(["FAILS", f"softmax.c{i}"] for i in range(3)),
+        ["FAIL", "2"],
+        *(["FAILS", f"silu.c{i}"] for i in range(2)),
+    ]
+    assert told[3] == [
+        "FAIL   2 more clauses of softmax; in full: --all-failures or spec-lm replay last.jsonl",
+        "  softmax.c3  the rows differ",
+        "  softmax.c4  the rows differ",
+    ]
+    assert len(blocks(Report({}, tuple(failing(5))), whole=True)) == 5
+    assert len(blocks(Report({}, tuple(failing(4))))) == 4, "one line more would save nothing"
+
+
+def test_a_line_says_how_far_off_a_wrong_number_is():
+    evidence = evidence_of(Evidence(torch.zeros(2), torch.ones(2), (1,), 1.0, 0.25))
+    wrong = replace(failing(1)[0], message="values differ by more than rounding allows", evidence=evidence)
+    *_, rest = blocks(Report({}, (*failing(3), wrong, wrong)))
+    assert rest[1] == "  softmax.c0  at [1]: err 1, bound 0.25"
+
+
+def test_errors_that_read_the_same_are_told_once():
+    said = [replace(outcome, outcome="error") for outcome in (*failing(3, message="it died"), *failing(1))]
+    first, second = blocks(Report({}, tuple(said)))
+    assert first[0].split()[:2] == ["ERROR", "softmax.c0"]
+    assert first[1:] == ["  it died", "  so did softmax.c1, softmax.c2"]
+    assert second[1:] == ["  the rows differ"]
+
+
+def test_what_is_likely_stands_in_the_first_failure_of_its_operator():
+    causes = (Cause("silu", "the sigmoid alone (likely)"), Cause("silu", "or a bias\x1b (possibly)"))
+    told = blocks(Report({}, (*failing(2), *failing(2, "silu")), diagnosis=causes))
+    likely = [[line for line in block if line.startswith("  likely ")] for block in told]
+    assert likely == [
+        *([], []),
+        ["  likely    the sigmoid alone (likely)", "  likely    or a bias\\x1b (possibly)"],
+        [],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        ("a = 1\nassert a", ["  code      a = 1", "            assert a"]),
+        ("\n".join(["a = 1"] * 12), 12),
+        ("\n".join(["a = 1"] * 13), ["  code      spec-lm replay x --code"]),
+        ("a = " + "1" * 150, ["  code      spec-lm replay x --code"]),
+        ("", []),
+    ],
+)
+def test_code_is_shown_where_it_is_short_and_found_elsewhere_where_it_is_not(code, shown):
+    lines = failure_text(replace(failing(1)[0], reproduction=code), "spec-lm replay x").splitlines()
+    between = lines[lines.index("  again     spec-lm replay x") + 1 : -1]
+    assert (between if isinstance(shown, list) else len(between)) == shown
+    if len(code.splitlines()) > 12:
+        assert not any("code" in line for line in failure_text(replace(failing(1)[0], reproduction=code)).splitlines())

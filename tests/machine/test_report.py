@@ -10,7 +10,7 @@ import pytest
 
 import spec_lm
 from spec_lm.conformance.junit import junit_text
-from spec_lm.conformance.report import Outcome, Report, ReportError, printable, read_reports
+from spec_lm.conformance.report import Cause, Outcome, Report, ReportError, printable, read_reports
 
 HEADER = {"implementation": "adapters.py", "level": "must"}
 
@@ -48,11 +48,27 @@ def test_exit_codes(given, code):
 
 def test_a_report_is_read_as_it_was_written(tmp_path):
     seen = outcome("fails", message="é\n\x1b", worst=math.inf, counterexample={"values": {"x": 1}}, reached={"a": 2})
-    written = report(outcome(), seen, outcome("absent", "silu"), required=("silu",))
+    causes = (
+        Cause("softmax", "a factor (likely)", "softmax.temperature", "scale"),
+        Cause("silu", "more", below="linear"),
+    )
+    written = report(outcome(), seen, outcome("absent", "silu"), required=("silu",), diagnosis=causes)
     written.write(tmp_path / "out.jsonl")
     (read,) = read_reports(tmp_path / "out.jsonl")
     assert read == written
     assert (read.counts, read.absent, read.missing) == (written.counts, ["silu"], ["silu"])
+
+
+def test_files_of_older_and_newer_versions_are_read(tmp_path):
+    report(outcome("fails"), diagnosis=(Cause("softmax", "a factor"),)).write(tmp_path / "out.jsonl")
+    header, found, footer = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    del found["reproduction"]
+    older = {name: value for name, value in footer.items() if name != "diagnosis"}
+    newer = {**footer, "diagnosis": [{**footer["diagnosis"][0], "since": "later"}], "since": "later"}
+    for last, diagnosis in ((older, ()), (newer, (Cause("softmax", "a factor"),))):
+        (tmp_path / "out.jsonl").write_text("\n".join(map(json.dumps, (header, {**found, "since": "later"}, last))))
+        (read,) = read_reports(tmp_path / "out.jsonl")
+        assert (read.outcomes[0].outcome, read.outcomes[0].reproduction, read.diagnosis) == ("fails", "", diagnosis)
 
 
 def test_lines_are_strict_json_with_inf_and_nan_as_strings(tmp_path):
@@ -106,6 +122,14 @@ def test_junit_is_xml_whatever_an_implementation_says():
     )
     assert (first.get("failures"), first.get("errors"), first.get("skipped")) == ("1", "1", "1")
     assert second.get("tests") == "0"
+
+
+def test_junit_tells_what_is_likely_in_the_first_failure_of_an_operator():
+    failed = (outcome("fails"), replace(outcome("fails"), clause="softmax.second"))
+    text = junit_text([report(*failed, diagnosis=(Cause("softmax", "a factor (likely)"),))])
+    first, second = [case.findtext("failure") or "" for case in ET.fromstring(text.encode("utf-8")).iter("testcase")]
+    assert "likely    a factor (likely)" in first
+    assert "a factor" not in second
 
 
 def test_a_report_in_an_assertion_says_what_fails():
