@@ -255,10 +255,14 @@ def large_streams_stay_finite(block, x, weights, heads, theta, limit):
     source="practice: models are served in float16, and some entries of the stream reach thousands",
 )
 def large_half_streams_stay_finite(block, x, weights, heads, theta, limit):
-    """In float16 a stream of thousands passes both norms, and the block, without inf or NaN."""
+    """In float16 a stream of thousands passes both norms, and the block, without inf or NaN, and comes to what it
+    should."""
     call = (x, weights, heads, theta, limit)
     takes_the_dtype(block, call)
-    finite(block(*call))
+    output = block(*call)
+    finite(output)
+    with block.naming(*call):
+        close(output, block.exact(*call))
 
 
 @clause(

@@ -755,6 +755,22 @@ def norm_in_float16(x, weights, num_heads, theta, max_seq_len):
 
 @fault(
     BLOCK,
+    family="overflow",
+    kind="squares_in_half_precision",
+    does="the norms square in the dtype of the input: float16 ends at the square of 256, and x / inf is 0",
+    detected_by="large_half_streams_stay_finite",
+    mistake="Inputs of rms 1 are all that one has tried.",
+    report="pytorch/pytorch#133085",
+)
+def squares_in_the_input_dtype(x, weights, num_heads, theta, max_seq_len):
+    def norm(x, gain, eps):
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * gain
+
+    return _with(x, weights, num_heads, theta, max_seq_len, rmsnorm=norm)
+
+
+@fault(
+    BLOCK,
     family="precision",
     kind="tf32_inside",
     does="products are those of TF32, which nobody declared",
