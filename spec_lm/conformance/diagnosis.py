@@ -212,7 +212,7 @@ class Guess:
 
 
 def guesses(operator: str, fails: Mapping[str, Failure], likeness: Likeness) -> list[Guess]:
-    """At most two guesses, the best first; none where nothing fits.
+    """At most two guesses, the best first; none where nothing fits, and one where it is very likely.
 
     Families of the operator's own faults that fail in the very same way come first; where there are several, none of
     them is sure.
@@ -223,7 +223,7 @@ def guesses(operator: str, fails: Mapping[str, Failure], likeness: Likeness) -> 
     best, second = sorted(scores, key=lambda family: (family not in same, -scores[family]))[:2]
     margin = scores[best] - max(score for family, score in scores.items() if family != best)
     word = next((word for word, least in WORDS.items() if margin >= least and len(same) < 2), "possibly")
-    guessed = [_guess(best, word, own), _guess(second, "possibly", own)]
+    guessed = [_guess(best, word, own), _guess(second, "possibly", own)][: 1 if word == "very likely" else 2]
     return [guess for guess in guessed if scores[guess.family] >= _FITS or guess.family in same]
 
 

@@ -295,7 +295,7 @@ def failures_text(report: Report, file: str = "", whole: bool = False) -> Iterat
         whole: tell every failure in full.
     """
     for operator, outcomes in _by_operator(report.of("fails", "error")).items():
-        failing = [outcome for outcome in outcomes if outcome.outcome == "fails"]
+        failing = _telling_first([outcome for outcome in outcomes if outcome.outcome == "fails"])
         shown = len(failing) if whole or len(failing) <= _TOLD_IN_FULL + 1 else _TOLD_IN_FULL
         for number, outcome in enumerate(failing[:shown]):
             again = f"spec-lm replay {file} {outcome.clause}" if file else ""
@@ -303,6 +303,13 @@ def failures_text(report: Report, file: str = "", whole: bool = False) -> Iterat
         if rest := failing[shown:]:
             yield _rest_text(rest, f"--all-failures or spec-lm replay {file}" if file else "--all-failures")
         yield from _errors_text([outcome for outcome in outcomes if outcome.outcome == "error"])
+
+
+def _telling_first(failing: list[Outcome]) -> list[Outcome]:
+    """In their order, but what is said of memory last where values are wrong without it."""
+    names = {outcome.clause.partition(".")[2] for outcome in failing}
+    says_little = {"has_no_memory"} if "agrees_with_the_oracle" in names else set()
+    return sorted(failing, key=lambda outcome: outcome.clause.partition(".")[2] in says_little)
 
 
 def _by_operator(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
