@@ -20,7 +20,7 @@ _LONGEST_LINE = 110
 _SHORT = 28  # an argument as short as this needs no name of its own
 _SHOWN_WHOLE = 24  # an expected value of more entries is shown around its worst one
 # What the statements have another use for.
-_TAKEN = {"torch", "sys", "np", "os", "random", "got", "expected", "before", "first", "second", "cotangent"}
+_TAKEN = {"torch", "sys", "np", "os", "random", "got", "expected", "before", "first", "second", "kept", "cotangent"}
 
 
 @dataclass(frozen=True)
@@ -235,6 +235,13 @@ class Script:
             self._assign("", call)
         else:
             self._backward(call, _every)
+
+    def kept(self, call: Call, later: Call) -> None:
+        """A result that stays as it is when another call follows."""
+        self._assign("first", call)
+        self._add("kept = first.clone()")
+        self.result(later)
+        self._add('assert torch.equal(first, kept), "a later call changed an earlier result"')
 
     def refused(self, call: Call, message: str) -> None:
         """A call that must raise."""
