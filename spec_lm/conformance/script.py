@@ -117,7 +117,13 @@ def _none(name: str) -> bool:
     return False
 
 
-_THREADS = "torch's number of threads"
+# The states from which a call must not move, where a process need not begin at them.
+_STATES = {
+    "torch's global random generator": "torch.manual_seed(7919)",
+    "NumPy's global random generator": "np.random.seed(7919)",
+    "Python's global random generator": "random.seed(7919)",
+    "torch's number of threads": "torch.set_num_threads(1)",
+}
 # What reads a part of the process that a call must leave as it was.
 _PARTS = {
     "torch's global random generator": "torch.get_rng_state().tolist()",
@@ -126,7 +132,7 @@ _PARTS = {
     "torch's default dtype": "torch.get_default_dtype()",
     "torch's default device": "torch.get_default_device()",
     "torch's grad mode": "torch.is_grad_enabled()",
-    _THREADS: "torch.get_num_threads()",
+    "torch's number of threads": "torch.get_num_threads()",
     "torch's matmul precision": "torch.get_float32_matmul_precision()",
     "torch's deterministic algorithms": "torch.are_deterministic_algorithms_enabled()",
     "torch's flush of subnormal numbers": "(torch.tensor([1e-38]) / 2).tolist()",
@@ -253,8 +259,7 @@ class Script:
         """What a call must leave as it was: an argument, or a part of the process."""
         part = message.removeprefix("it changed ")
         if part in _PARTS:
-            if part == _THREADS:  # a check has a number of its own
-                self._add(f"torch.set_num_threads({torch.get_num_threads()})")
+            self._lines += [_STATES[part]] if part in _STATES else []
             before, after = _PARTS[part], f"{_PARTS[part]} == before"
         else:
             name = part.removeprefix("the keys of ").removeprefix("its argument ")
