@@ -180,6 +180,38 @@ def backward_changes_nothing(operator, arguments, cotangent):
         close(gradient, first[name], says=f"the second time the gradient with respect to {name} is another")
 
 
+@clause(
+    EVERY,
+    _CALL,
+    level="should",
+    enough=_ENOUGH,
+    catches="a backward pass that reads the cotangent as if its entries lay one after the other",
+    source=SOURCE,
+)
+def cotangent_in_any_memory_layout(operator, arguments, cotangent):
+    """A cotangent that is a view has the gradients of its contiguous copy within the derived rounding error."""
+    got = operator.gradients(arguments, cotangent)
+    if not got:
+        raise NotJudged("no gradient arrives at an argument")
+    for name, gradient in operator.gradients(arguments, cotangent.contiguous()).items():
+        close(got[name], gradient, says=f"the gradient with respect to {name} changes with the cotangent's strides")
+
+
+@clause(
+    ("linear", "rope"),
+    _CALL,
+    level="should",
+    enough=_ENOUGH,
+    catches="a backward pass of another matrix than the transposed one",
+    source=SOURCE,
+)
+def backward_is_the_adjoint(operator, arguments, cotangent):
+    """The result is linear in x: a row of x has the same inner product with its gradient as the row of the result with
+    its cotangent."""
+    got = _those_of_inputs(operator, arguments, cotangent)
+    close((got["x"] * arguments.x).sum(-1), (operator(*arguments) * cotangent).sum(-1))
+
+
 # PyTorch on the CPU adds the rows of a repeated id in bfloat16, where that is the dtype, and loses them past 256.
 @clause(
     "embedding",

@@ -367,12 +367,12 @@ def explain(
 
 def _faults_of(clause: "Clause") -> Iterator[tuple[str, str]]:
     """How many faults the clause detects, and the first of them, a line each."""
-    from spec_lm.matrix import read
+    from spec_lm.conformance.diagnosis import catalogue
 
-    detected = read().detected_by(clause.id)
+    detected = [fault for fault in catalogue() if fault.operator == clause.operator and clause.name in fault.fails]
     yield "detects", f"{len(detected)} fault{'' if len(detected) == 1 else 's'}{':' if detected else ''}"
-    for name, row in list(detected.items())[:FAULTS_EXPLAINED]:
-        yield "", f"{row.does} ({row.report or name})"
+    for fault in detected[:FAULTS_EXPLAINED]:
+        yield "", f"{fault.does} ({fault.report or fault.id})"
     if len(detected) > FAULTS_EXPLAINED:
         yield "", f"and {len(detected) - FAULTS_EXPLAINED} more"
 

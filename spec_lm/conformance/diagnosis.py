@@ -290,9 +290,11 @@ def _causes(operator: str, outcomes: list[Outcome], found: Mapping[str, list[Gue
 
 
 def _cause(operator: str, guess: Guess, number: int) -> Cause:
-    """A guess in words: what the fault does, where all fails as it does; else what there is to mend, and an example."""
+    """A guess in words: what the fault does, where all fails as it does; else what there is to mend, and what the fault
+    that is most alike does."""
     fault = guess.fault
-    what = FAMILIES[guess.family] if fault is None else f"{FAMILIES[guess.family]}; as where {fault.does}"
+    like = f"; most like a known fault: {fault.does}" if fault else ""
+    what = FAMILIES[guess.family] + like
     if fault is not None and guess.likeness >= _THE_SAME:
         what = fault.does
     how = guess.word + (f", as in {fault.report}" if fault is not None and fault.report else "")

@@ -305,11 +305,20 @@ def failures_text(report: Report, file: str = "", whole: bool = False) -> Iterat
         yield from _errors_text([outcome for outcome in outcomes if outcome.outcome == "error"])
 
 
+# Clauses that fail wherever any value is wrong; whatever else fails then tells more of what is wrong with it.
+_SAYS_LITTLE = ("agrees_with_the_oracle", "any_length", "any_memory_layout", "long_rows", "has_no_memory")
+
+
 def _telling_first(failing: list[Outcome]) -> list[Outcome]:
-    """In their order, but what is said of memory last where values are wrong without it."""
-    names = {outcome.clause.partition(".")[2] for outcome in failing}
-    says_little = {"has_no_memory"} if "agrees_with_the_oracle" in names else set()
-    return sorted(failing, key=lambda outcome: outcome.clause.partition(".")[2] in says_little)
+    """In their order, but where values are wrong, what says no more than that last, and of memory last of all."""
+    names = [outcome.clause.partition(".")[2] for outcome in failing]
+    if not any(name.startswith(_SAYS_LITTLE[0]) for name in names):
+        return failing
+    return [outcome for _, outcome in sorted(zip(names, failing, strict=True), key=lambda pair: _little(pair[0]))]
+
+
+def _little(name: str) -> int:
+    return max((place for place, each in enumerate(_SAYS_LITTLE, 1) if name.startswith(each)), default=0)
 
 
 def _by_operator(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:

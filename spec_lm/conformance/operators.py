@@ -571,8 +571,8 @@ def _kind_of(result: Any) -> str:
 
 def _where(exception: BaseException) -> str:
     """The innermost line of the exception's own traceback, without the folder."""
-    frames = traceback.extract_tb(exception.__traceback__)
+    frames = list(traceback.walk_tb(exception.__traceback__))
     if len(frames) < 2:
         return ""
-    last = frames[-1]
-    return f" ({last.filename.rsplit('/', 1)[-1]}:{last.lineno})"
+    last, line = frames[-1]
+    return f" ({last.f_code.co_filename.rsplit('/', 1)[-1]}:{line})"

@@ -393,13 +393,15 @@ def _judged(clause: Clause, search: Search, violation: Violation | None, origin:
     message = str(violation)
     if changing := search.is_nondeterministic(recipes, violation.kind):
         message = f"nondeterministic: the same call came to different results; once it {message}"
-    recording = _recorded(search, recipes, violation, changing)
-    # What was refused to be refused is told by the call that was accepted, not only by what was drawn.
-    accepted = recording.calls[-1:] if violation.kind == "accepted" else []
-    arguments = [dict(zip(search.checked.operator.parameters, call.arguments, strict=False)) for call in accepted]
+    arguments: list[dict[str, Any]] = []
     code = ""
-    with contextlib.suppress(Exception):  # a failure is one, whether or not it can be written down
-        code = reproduction(recording, search.checked, origin) if origin else ""
+    if origin or violation.kind == "accepted":
+        recording = _recorded(search, recipes, violation, changing)
+        # What was refused to be refused is told by the call that was accepted, not only by what was drawn.
+        accepted = recording.calls[-1:] if violation.kind == "accepted" else []
+        arguments = [dict(zip(search.checked.operator.parameters, call.arguments, strict=False)) for call in accepted]
+        with contextlib.suppress(Exception):  # a failure is one, whether or not it can be written down
+            code = reproduction(recording, search.checked, origin) if origin else ""
     return replace(
         outcome_of(clause, "fails", message),
         counterexample=counterexample_of(recipes, *arguments),

@@ -20,6 +20,8 @@ from spec_lm.reference.functional import causal_mask, linear, merge_heads, rmsno
 INPUTS = "gradients_with_respect_to_inputs"
 WEIGHTS = "gradients_with_respect_to_weights"
 NOTHING = "backward_changes_nothing"
+LAYOUT = "cotangent_in_any_memory_layout"
+ADJOINT = "backward_is_the_adjoint"
 ROWS = "weights_gather_gradients_from_many_rows"
 ATTENTION = "scaled_dot_product_attention"
 MHA = "multihead_self_attention"
@@ -92,7 +94,7 @@ for _operator in EVERY:
         family="layout",
         kind="cotangent_read_as_contiguous",
         does="backward reads the cotangent as if it were contiguous",
-        detected_by=WEIGHTS if _operator in ("embedding", LM) else INPUTS,
+        detected_by=(LAYOUT, WEIGHTS if _operator in ("embedding", LM) else INPUTS),
         mistake="Only the forward pass makes what it is given contiguous; y.sum() hands back a stride of 0.",
         report="Dao-AILab/flash-attention#355" if _operator == ATTENTION else "flagos-ai/FlagGems#1068",
     )(_on_the_way_back(_operator, "cotangent_read_as_contiguous", _as_if_contiguous))
@@ -210,7 +212,7 @@ def _linear_with(x: Tensor, weight: Tensor, weight_gradient: Callable[[Tensor, T
     "linear",
     family="gradient",
     does="a square weight is used transposed in backward",
-    detected_by=INPUTS,
+    detected_by=(ADJOINT, INPUTS),
     mistake="dx = W dy for W^T dy; a square weight lets it pass.",
 )
 def square_weight_transposed_in_backward(x, weight):
@@ -481,7 +483,7 @@ def _gradients_exchanged(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]
     "rope",
     family="gradient",
     does="backward rotates forward again",
-    detected_by=INPUTS,
+    detected_by=(ADJOINT, INPUTS),
     mistake="The kernel is called with the same sine; the transpose of a rotation turns the other way.",
 )
 def backward_rotates_forward(x, positions, theta, max_seq_len):
@@ -495,7 +497,7 @@ def backward_rotates_forward(x, positions, theta, max_seq_len):
     "rope",
     family="gradient",
     does="backward passes the gradient on unrotated",
-    detected_by=INPUTS,
+    detected_by=(ADJOINT, INPUTS),
     mistake="The rotation is done in place on .data.",
 )
 def gradient_passes_unrotated(x, positions, theta, max_seq_len):
@@ -506,7 +508,7 @@ def gradient_passes_unrotated(x, positions, theta, max_seq_len):
     "rope",
     family="gradient",
     does="backward takes positions 0, 1, 2, .. whatever was given",
-    detected_by=INPUTS,
+    detected_by=(ADJOINT, INPUTS),
     mistake="Positions are not saved for backward.",
 )
 def backward_counts_positions_from_zero(x, positions, theta, max_seq_len):

@@ -261,10 +261,10 @@ def test_code_is_shown_where_it_is_short_and_found_elsewhere_where_it_is_not(cod
         assert not any("code" in line for line in failure_text(replace(failing(1)[0], reproduction=code)).splitlines())
 
 
-def test_memory_is_told_last_where_values_are_wrong_without_it():
+def test_what_fails_with_any_wrong_value_is_told_last_and_memory_after_it():
     names = ("has_no_memory", "agrees_with_the_oracle", "sums_to_one")
     failed = {name: Outcome(f"softmax.{name}", "softmax", "must", "fails", "seen", "Sentence.") for name in names}
     told = [block[0].split()[1].partition(".")[2] for block in blocks(Report({}, tuple(failed.values())))]
-    assert told == ["agrees_with_the_oracle", "sums_to_one", "has_no_memory"]
+    assert told == ["sums_to_one", "agrees_with_the_oracle", "has_no_memory"]
     del failed["agrees_with_the_oracle"]
     assert blocks(Report({}, tuple(failed.values())))[0][0].split()[1] == "softmax.has_no_memory"

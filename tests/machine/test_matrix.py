@@ -138,8 +138,7 @@ def test_a_clause_that_draws_once_comes_to_what_the_clause_comes_to(fault_id, na
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_the_matrix_is_the_same_whatever_the_number_of_processes(monkeypatch):
-    monkeypatch.setattr(matrix, "FAULTS_A_PROCESS", 2)
+def test_the_matrix_is_the_same_whatever_the_number_of_processes():
     names = ("hidden_bias", "weight_kept_by_shape", "scaled_by_the_input_size", "activation_fused")
     known = {f"linear.{name}": catalogue()[f"linear.{name}"] for name in names}
     clauses = {name: CLAUSES[name] for name in ("linear.has_no_memory", "linear.additive", "linear.no_bias")}
