@@ -12,7 +12,7 @@ _TAIL = "negative tail"
 
 @clause(
     "silu",
-    given(x=tensors("*batch n", (*GENERAL, _TAIL))),
+    given(x=tensors("*batch n", (*GENERAL, _TAIL, _TAIL, _TAIL))),
     catches="the sigmoid alone, a shift of its argument, or one that is taken for 1 too soon",
     source=SOURCE,
 )

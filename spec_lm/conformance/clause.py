@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
 from typing import Any, Literal
 from zlib import crc32
@@ -310,6 +311,7 @@ class _Clauses(Mapping[str, Clause]):
 CLAUSES: Mapping[str, Clause] = _Clauses()
 
 
+@cache
 def load_specification() -> None:
     """Import every file of the specification; the register then holds all clauses, low operators first."""
     import_module("spec_lm.properties").load()

@@ -344,10 +344,10 @@ def _violations(clause: Clause, search: Search, domain: Domain, settings: Settin
 def _shares(clause: Clause, examples: int) -> Iterator[tuple[str, int]]:
     """Each required case with a tenth of the examples, then all sizes with the rest.
 
-    A feature is judged by its cases alone: there each is a feature of its own.
+    A feature is judged by its cases alone: there each is a feature of its own, and the first example is all zeros.
     """
     examples = min(examples, clause.enough or examples)
-    share = max(1, examples // 10)
+    share = max(3 if clause.feature else 1, examples // 10)
     for case in clause.cases:
         yield case, share
     if not (clause.feature and clause.cases):

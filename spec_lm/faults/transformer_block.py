@@ -788,14 +788,16 @@ def _tf32_product(x, weight):
 @fault(
     BLOCK,
     family="precision",
-    does="float64 is computed in float32",
+    does="float64 is computed in bfloat16",
     detected_by="agrees_with_the_oracle_in_float64",
-    mistake="A cast to float32 that was meant for half precision.",
-    no_invariant="To float32's accuracy every relation holds: only more digits of the right value tell.",
+    mistake="Autocast takes whatever is not in half precision already.",
+    no_invariant="Invariants are drawn in the dtype of the run, and only results in float64 show it.",
 )
-def float32_inside(x, weights, num_heads, theta, max_seq_len):
-    narrow = {name: weight.float() for name, weight in weights.items()}
-    return right(x.float(), narrow, num_heads, theta, max_seq_len).to(x.dtype)
+def float64_in_bfloat16(x, weights, num_heads, theta, max_seq_len):
+    if x.dtype != torch.float64:
+        return right(x, weights, num_heads, theta, max_seq_len)
+    narrow = {name: weight.bfloat16() for name, weight in weights.items()}
+    return right(x.bfloat16(), narrow, num_heads, theta, max_seq_len).to(x.dtype)
 
 
 # --------------------------------------------------------------------------------------------- what a block must refuse
