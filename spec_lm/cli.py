@@ -104,6 +104,16 @@ def check(
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Check in this process, for debuggers; else each operator has its own.")
     ] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(metavar="S", min=0.1, help="Seconds a clause may take, 60 by default.", show_default=False),
+    ] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GIB", min=0.1, help="GiB a process may take beside torch; not with a device, Linux only."
+        ),
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write every outcome, as it comes, as JSON Lines.")
     ] = None,
@@ -130,7 +140,7 @@ def check(
         elif last := _last_file(files):
             sinks.append(last)
             again = LAST
-        how = _how(in_process, jobs, device)
+        how = _how(in_process, jobs, timeout, memory, device)
         checks = _Checks(_console(), sinks, asked, quiet, all_failures, str(again) if again else "", how)
         codes = [checks.one(each) for each in _grouped(implementations or [])]
         if xml is not None:
@@ -138,8 +148,16 @@ def check(
     raise typer.Exit(ERROR if checks.interrupted else 1 if 1 in codes else max(codes))
 
 
-def _how(in_process: bool, jobs: int | None, device: str) -> Callable[..., Report]:
+def _how(
+    in_process: bool, jobs: int | None, timeout: float | None, memory: float | None, device: str
+) -> Callable[..., Report]:
     """What runs a check: worker processes, or this one."""
+    if in_process and (jobs or timeout or memory):
+        raise UserError("--jobs, --timeout and --memory are about processes of their own; leave --in-process out")
+    if memory and device != "cpu":
+        raise UserError(
+            f"--memory cannot be kept with --device {device}, which reserves more than it takes; leave it out"
+        )
     if in_process:
         from spec_lm.conformance.runner import check as run
 
@@ -147,7 +165,8 @@ def _how(in_process: bool, jobs: int | None, device: str) -> Callable[..., Repor
     from spec_lm.conformance import workers
 
     workers.start()
-    return partial(workers.check_in_workers, jobs=jobs or (workers.default_jobs() if device == "cpu" else 1))
+    jobs = jobs or (workers.default_jobs() if device == "cpu" else 1)
+    return partial(workers.check_in_workers, jobs=jobs, timeout=timeout or workers.TIMEOUT, memory=memory)
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -181,6 +181,12 @@ def outcome_line(outcome: Outcome) -> dict[str, Any]:
     return {"kind": "outcome", **asdict(outcome)}
 
 
+def outcome_from(line: Mapping[str, Any]) -> Outcome:
+    """The outcome of a line that `outcome_line` made; entries that this version has no fields for are passed over."""
+    known = _known(line, Outcome)
+    return Outcome(**{**known, "worst": float(known.get("worst", 0.0))})
+
+
 def write_lines(file: TextIO, lines: Iterable[Mapping[str, Any]]) -> None:
     """Append lines to a report's file, each whole."""
     for line in lines:
@@ -224,9 +230,7 @@ def _read_line(reports: list[Report], line: str, error: Callable[[str], ReportEr
     elif kind not in ("outcome", "footer") or not reports:
         raise error(f"a line of kind {kind!r} before any header" if not reports else f"unknown kind {kind!r}")
     elif kind == "outcome":
-        known = _known(data, Outcome)
-        known["worst"] = float(known.get("worst", 0.0))
-        reports[-1] = Report(reports[-1].header, (*reports[-1].outcomes, Outcome(**known)), complete=False)
+        reports[-1] = Report(reports[-1].header, (*reports[-1].outcomes, outcome_from(data)), complete=False)
     else:
         last = reports[-1]
         causes = tuple(Cause(**_known(cause, Cause)) for cause in data.get("diagnosis", ()))

@@ -51,8 +51,8 @@ class UsageError(UserError):
 
 @dataclass(frozen=True)
 class Settings:
-    """How a check runs: examples a clause, seed, dtype, device, declared conventions and supports, and whether a
-    counterexample is made smaller."""
+    """How a check runs: examples a clause, seed, dtype, device, declared conventions and supports, whether a
+    counterexample is made smaller, and the seconds that a clause may take."""
 
     examples: int = 50
     seed: int = 0
@@ -61,6 +61,7 @@ class Settings:
     conventions: Mapping[str, str] = field(default_factory=dict)
     supports: Mapping[str, Any] = field(default_factory=dict)
     shrink: bool = True
+    timeout: float | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -237,6 +238,14 @@ def in_order(clauses: Iterable[Clause]) -> list[Clause]:
     return sorted(clauses, key=lambda clause: (clause.name != SIGNATURE, not clause.feature))
 
 
+@dataclass(frozen=True)
+class Known:
+    """What the clauses of an operator have shown so far: features it lacks, and why the rest cannot be judged."""
+
+    without: tuple[str, ...] = ()
+    lost: str = ""
+
+
 class OperatorRun:
     """One operator under check, and what is known of it so far: whether it is there, its signature, what it lacks.
 
@@ -245,13 +254,19 @@ class OperatorRun:
         function: of the plain signature; None where it is not provided.
         settings: how the check runs.
         origin: of the function; where it is known, failures are written down in plain PyTorch.
+        known: what clauses showed that ran before, in another process.
     """
 
     def __init__(
-        self, operator: str, function: Callable[..., Any] | None, settings: Settings, origin: Origin | None = None
+        self,
+        operator: str,
+        function: Callable[..., Any] | None,
+        settings: Settings,
+        origin: Origin | None = None,
+        known: Known = Known(),
     ) -> None:
         self.settings, self.origin = settings, origin
-        self.domain = Domain(operator, settings.dtype, supports=settings.supports)
+        self.domain = Domain(operator, settings.dtype, without=frozenset(known.without), supports=settings.supports)
         unprovided = function or (lambda *arguments: None)
         self.checked = Checked(
             OPERATORS[operator], unprovided, settings.conventions, device=settings.device, supports=settings.supports
@@ -259,16 +274,24 @@ class OperatorRun:
         with settings_put_back():
             self.absent = "not provided" if function is None else why_absent(self.domain, self.checked)
         dtypes = settings.supports.get("dtype", (settings.dtype,))
-        self.lost = "" if settings.dtype in dtypes else f"its declared support has no {settings.dtype}"
+        self.lost = known.lost if settings.dtype in dtypes else f"its declared support has no {settings.dtype}"
 
-    def outcome(self, clause: Clause) -> Outcome:
-        """Run a clause, on what the clauses before it left of the domain."""
+    @property
+    def known(self) -> Known:
+        """What the clauses have shown so far."""
+        return Known(tuple(sorted(self.domain.without)), self.lost)
+
+    def outcome(self, clause: Clause, on_found: Emit = lambda outcome: None) -> Outcome:
+        """Run a clause, on what the clauses before it left of the domain.
+
+        `on_found` is told a failure as it was first seen, before a smaller counterexample is looked for.
+        """
         if self.absent:
             return outcome_of(clause, "absent", self.absent)
         if self.lost:
             return outcome_of(clause, "not_judged", self.lost)
         with settings_put_back():
-            outcome, lacking = run_clause(clause, self.checked, self.domain, self.settings, self.origin)
+            outcome, lacking = run_clause(clause, self.checked, self.domain, self.settings, self.origin, on_found)
         self.domain = replace(self.domain, without=self.domain.without | lacking)
         if clause.name == SIGNATURE and outcome.outcome == "fails":
             self.lost = f"{clause.id} fails: {outcome.message}"
@@ -293,19 +316,32 @@ def why_absent(domain: Domain, checked: Checked) -> str:
 
 
 def run_clause(
-    clause: Clause, checked: Checked, domain: Domain, settings: Settings, origin: Origin | None = None
+    clause: Clause,
+    checked: Checked,
+    domain: Domain,
+    settings: Settings,
+    origin: Origin | None = None,
+    on_found: Emit = lambda outcome: None,
 ) -> tuple[Outcome, frozenset[str]]:
     """One clause's outcome, and the features it shows to be lacking; a failure of a function whose origin is known is
-    written down in plain PyTorch."""
+    written down in plain PyTorch, and `on_found` is told of it when it is first seen."""
     started = time.perf_counter()
     search = Search(clause, checked)
+    search.on_first = lambda violation: on_found(_failed(clause, search, violation))
+    if settings.timeout is not None:
+        search.ends = time.monotonic() + settings.timeout
     torch.manual_seed(settings.seed)
     violations: dict[str, Violation] = {}
     try:
         # A setting that calls change for good would hide from the next clause that they do.
         with quiet(), restored(SETTINGS):
             violations = _violations(clause, search, domain, settings)
-            outcome = _judged(clause, search, next(iter(violations.values()), None), origin)
+            violation = next(iter(violations.values()), None)
+            if search.cut_short:
+                found = _failed(clause, search, violation) if violation else None
+                outcome = cut_short(clause, found, too_long(settings.timeout))
+            else:
+                outcome = _judged(clause, search, violation, origin)
     except NotJudged as reason:
         outcome = outcome_of(clause, "not_judged", str(reason))
     except Exception:
@@ -386,9 +422,8 @@ def _searched(
 def _judged(clause: Clause, search: Search, violation: Violation | None, origin: Origin | None) -> Outcome:
     if search.reason is not None and search.judged <= 0 and violation is None:
         raise search.reason
-    seen = {"examples": search.judged, "worst": search.worst, "reached": dict(search.reached)}
     if violation is None:
-        return replace(outcome_of(clause, "holds", ""), **seen)
+        return replace(outcome_of(clause, "holds", ""), **_seen_by(search))
     recipes = violation.recipes or {}
     message = str(violation)
     if changing := search.is_nondeterministic(recipes, violation.kind):
@@ -402,13 +437,30 @@ def _judged(clause: Clause, search: Search, violation: Violation | None, origin:
         arguments = [dict(zip(search.checked.operator.parameters, call.arguments, strict=False)) for call in accepted]
         with contextlib.suppress(Exception):  # a failure is one, whether or not it can be written down
             code = reproduction(recording, search.checked, origin) if origin else ""
+    failed = _failed(clause, search, violation, *arguments)
+    return replace(failed, message=message, reproduction=code)
+
+
+def _failed(clause: Clause, search: Search, violation: Violation, *arguments: Mapping[str, Any]) -> Outcome:
+    """A failure as a violation tells it, without another call."""
     return replace(
-        outcome_of(clause, "fails", message),
-        counterexample=counterexample_of(recipes, *arguments),
+        outcome_of(clause, "fails", str(violation)),
+        counterexample=counterexample_of(violation.recipes or {}, *arguments),
         evidence=evidence_of(violation.evidence),
-        reproduction=code,
-        **seen,
+        **_seen_by(search),
     )
+
+
+def _seen_by(search: Search) -> dict[str, Any]:
+    return {"examples": search.judged, "worst": search.worst, "reached": dict(search.reached)}
+
+
+def cut_short(clause: Clause, found: Outcome | None, why: str) -> Outcome:
+    """What a clause came to that did not run to its end: a failure that was found before counts, though there may be a
+    smaller counterexample."""
+    if found is None:
+        return outcome_of(clause, "error", why)
+    return replace(found, message=f"{found.message} (not fully shrunk: {why})")
 
 
 def _recorded(search: Search, recipes: Mapping[str, Any], violation: Violation, changing: bool) -> Recording:
@@ -420,6 +472,11 @@ def _recorded(search: Search, recipes: Mapping[str, Any], violation: Violation, 
             violation = again
             break
     return Recording(violation, calls, search.earlier_calls(), changing, search.clause.name == NO_MEMORY)
+
+
+def too_long(timeout: float | None) -> str:
+    """Why a clause was cut short whose time was up."""
+    return f"it took longer than {timeout:g} s"
 
 
 def outcome_of(clause: Clause, status: Status, message: str) -> Outcome:
@@ -526,11 +583,12 @@ def storage_elsewhere() -> Iterator[None]:
 @contextlib.contextmanager
 def preserved(seed: int) -> Iterator[None]:
     """Afterwards the caller's RNGs, default dtype, grad mode, threads, warnings filters, folder and environment are as
-    they were before; inside, torch runs on one thread and its RNG is seeded."""
+    they were before; inside, torch runs on one thread, its RNG is seeded, and an import leaves no compiled file."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     dtype, grad, threads = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
     deterministic, folder = torch.are_deterministic_algorithms_enabled(), os.getcwd()
     environment, limit = dict(os.environ), sys.getrecursionlimit()
+    writes_no_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=devices), np.errstate(), storage_elsewhere():
@@ -551,3 +609,4 @@ def preserved(seed: int) -> Iterator[None]:
             os.environ.clear()
             os.environ.update(environment)
         sys.setrecursionlimit(limit)
+        sys.dont_write_bytecode = writes_no_bytecode
