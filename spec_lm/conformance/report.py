@@ -1,5 +1,6 @@
 """What a check came to: outcomes, the report, and its file (JSON Lines: header, one outcome a line, footer)."""
 
+import contextlib
 import json
 import math
 from collections import Counter
@@ -192,6 +193,35 @@ def write_lines(file: TextIO, lines: Iterable[Mapping[str, Any]]) -> None:
     for line in lines:
         file.write(json.dumps(_plain(line), allow_nan=False) + "\n")
         file.flush()
+
+
+@dataclass
+class Tail:
+    """The lines of a file that another process writes.
+
+    Args:
+        path: of the file; it need not be there yet.
+        read: how many bytes have been read.
+    """
+
+    path: Path
+    read: int = 0
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """The whole lines that came since it was last asked; what is no JSON object is passed over."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.read)
+                written = file.read()
+        except FileNotFoundError:
+            return
+        whole = written[: written.rfind(b"\n") + 1]
+        self.read += len(whole)
+        for text in whole.splitlines():
+            with contextlib.suppress(ValueError):
+                line = json.loads(text)
+                if isinstance(line, dict):
+                    yield line
 
 
 def _plain(value: Any) -> Any:

@@ -28,6 +28,7 @@ from spec_lm.conformance.clause import CLAUSES, Clause, Level, Search, nearest, 
 from spec_lm.conformance.diagnosis import diagnose
 from spec_lm.conformance.display import counterexample_of, evidence_of
 from spec_lm.conformance.implementation import BUILT_IN, Implementation, loaded
+from spec_lm.conformance.isolated import check_isolated
 from spec_lm.conformance.operators import OPERATORS, Call, Checked
 from spec_lm.conformance.report import Outcome, Report, ReportError, Status, UserError
 from spec_lm.conformance.reproduction import Recording, reproduction
@@ -97,10 +98,14 @@ def check(
     conventions: Mapping[str, str] | None = None,
     supports: Mapping[str, Any] | None = None,
     require: Iterable[str] = (),
+    isolate: bool = False,
+    jobs: int | None = None,
+    timeout: float | None = None,
+    memory: float | None = None,
     on_start: Callable[[dict[str, Any]], None] = lambda header: None,
     on_outcome: Emit = lambda outcome: None,
 ) -> Report:
-    """Check an implementation against the clauses, in this process.
+    """Check an implementation against the clauses, in this process or, isolated, as the command line does.
 
     Args:
         implementation: a path, a module name, `operator=module:function` pairs, a module, a mapping or an object; by
@@ -115,6 +120,11 @@ def check(
         conventions: declared choices, over those the implementation declares.
         supports: the declared part of the domain, over what the implementation declares.
         require: operators that must be provided ("all": every one).
+        isolate: check in other processes, one an operator, so that nothing the implementation does reaches this one or
+            hangs it; it must be given as text.
+        jobs: where isolated, how many operators are checked at a time; by default one a core, at most 4.
+        timeout: seconds a clause may take; where isolated 60 by default, and a call that does not return is ended.
+        memory: where isolated, GiB that a process may take beside torch; by default there is no limit.
         on_start: called with the report's header before the first clause runs.
         on_outcome: called with each outcome as it comes.
 
@@ -124,10 +134,19 @@ def check(
     Raises:
         ImplementationError: the implementation cannot be loaded.
         UsageError: an unknown operator, clause, level, dtype or device.
+        UserError: it was to be isolated and is not given as text.
     """
-    settings = Settings(examples, seed, dtype, device, conventions or {}, supports or {})
+    settings = Settings(examples, seed, dtype, device, conventions or {}, supports or {}, timeout=timeout)
+    operators, clauses, require = list(operators or ()), list(clauses or ()), list(require)
     chosen = select(operators, clauses, level)
     required = required_of(require, chosen)
+    if isolate:
+        options = {"operator": operators, "clause": clauses, "level": level, "examples": examples, "seed": seed}
+        options |= {"dtype": dtype, "device": device, "convention": conventions or {}, "support": supports or {}}
+        options |= {"require": require, "jobs": jobs, "timeout": timeout, "memory": memory}
+        return check_isolated(implementation, options, on_start, on_outcome)
+    if jobs or memory:
+        raise UsageError("jobs and memory are about processes of their own; say isolate=True")
     collected: list[Outcome] = []
 
     def emit(outcome: Outcome) -> None:
@@ -476,7 +495,7 @@ def _recorded(search: Search, recipes: Mapping[str, Any], violation: Violation, 
 
 def too_long(timeout: float | None) -> str:
     """Why a clause was cut short whose time was up."""
-    return f"it took longer than {timeout:g} s"
+    return f"it took longer than the time-out of {timeout:g} s"
 
 
 def outcome_of(clause: Clause, status: Status, message: str) -> Outcome:

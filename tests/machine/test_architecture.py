@@ -33,6 +33,7 @@ RANKS = {
     "spec_lm.conformance.reproduction": 3,
     "spec_lm.conformance.junit": 3,
     "spec_lm.conformance.implementation": 4,
+    "spec_lm.conformance.isolated": 5,
     "spec_lm.conformance.runner": 5,
     "spec_lm.conformance.preload": 5,
     "spec_lm.conformance.workers": 5,
