@@ -39,10 +39,14 @@ RANKS = {
     "spec_lm.matrix": 6,
     "spec_lm.properties": 3,
     "spec_lm.faults": 4,
-    "spec_lm.cli": 7,
-    "spec_lm.__main__": 7,
+    "spec_lm.commands": 7,
+    "spec_lm.commands.console": 7,
+    "spec_lm.commands.reports": 7,
+    "spec_lm.commands.projects": 7,
     "spec_lm.pytest_plugin": 7,
     "spec_lm.testing": 7,
+    "spec_lm.cli": 8,
+    "spec_lm.__main__": 8,
 }
 ORDER = list(RANKS)
 # The package's own name is a home of lazy names; what loads them is no arrow.

@@ -1,0 +1,97 @@
+"""`spec-lm report` and `replay`: what is done with reports once they are written."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spec_lm.commands.console import ERROR, mendable, new_console, print_failure, print_text
+from spec_lm.conformance.report import Outcome, UserError, read_reports
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+ReportFile = Annotated[Path, typer.Argument(metavar="REPORT", help="A report file, as in .spec-lm/last.jsonl.")]
+
+
+# -------------------------------------------------------------------------------------------------------------- replay
+
+
+def replay(
+    report: ReportFile,
+    clause: Annotated[
+        str | None, typer.Argument(metavar="[CLAUSE]", help="Only this clause; by default all that fail.")
+    ] = None,
+    code: Annotated[bool, typer.Option("--code", help="Print failures in plain PyTorch, and run nothing.")] = False,
+) -> None:
+    """Run a report's counterexamples again, as its header says.
+
+    Exit code: 1 where one still fails, 2 where an operator is no longer provided, else 0.
+    """
+    from spec_lm.conformance.runner import known_clause
+    from spec_lm.conformance.runner import replay as run
+
+    with mendable():
+        wanted = [known_clause(clause).id] if clause else []
+        reports = read_reports(report)
+        failed = [outcome for each in reports for outcome in each.of("fails")]
+        if wanted and wanted[0] not in [outcome.clause for outcome in failed]:
+            raise UserError(f"{report} holds no counterexample of {clause}; {_stored_text(failed)}")
+        if code:
+            print("\n\n".join(_codes(failed, wanted, report)))
+            return
+        view = _Again(new_console(), report)
+        outcomes = [outcome for each in reports for outcome in run(each, wanted, on_outcome=view.outcome)]
+        still = [outcome.outcome for outcome in outcomes]
+        total = f"{len(still)} counterexample{'' if len(still) == 1 else 's'}"
+        counts = f"{still.count('fails')} still fail, {still.count('holds')} fixed"
+        counts += f", {still.count('absent')} not provided" if "absent" in still else ""
+        counts += f", {still.count('not_judged')} not judged" if "not_judged" in still else ""
+        print_text(
+            view.console, f"{total} of {report} replayed: {counts}" if still else f"{report} holds no counterexample"
+        )
+    raise typer.Exit(1 if "fails" in still else ERROR if "absent" in still else 0)
+
+
+def _stored_text(failed: list[Outcome]) -> str:
+    ids = dict.fromkeys(outcome.clause for outcome in failed)
+    return f"it holds those of {', '.join(ids)}" if ids else "nothing fails in it"
+
+
+def _codes(failed: list[Outcome], wanted: list[str], report: Path) -> Iterator[str]:
+    """The code of one failure; of all of them with their ids above, where none is named.
+
+    Raises:
+        UserError: there is none.
+    """
+    chosen = [o for o in failed if o.reproduction and (not wanted or o.clause in wanted)]
+    if not chosen and wanted:
+        again = f"`spec-lm replay {report} {wanted[0]}` runs it again"
+        raise UserError(f"{wanted[0]} has no code in {report}, since none fails by itself in plain PyTorch; {again}")
+    if not chosen:
+        raise UserError(f"{report} holds no code; {_stored_text(failed)}")
+    if wanted:
+        yield chosen[0].reproduction
+    else:
+        yield from (f"# {outcome.clause}\n{outcome.reproduction}" for outcome in chosen)
+
+
+@dataclass
+class _Again:
+    """Prints what stored counterexamples come to now."""
+
+    console: "Console"
+    report: Path
+
+    def outcome(self, outcome: Outcome) -> None:
+        from spec_lm.conformance.display import failure_text
+
+        if outcome.outcome == "fails":
+            print_text(self.console, f"still fails   {outcome.clause}")
+            print_failure(self.console, failure_text(outcome, f"spec-lm replay {self.report} {outcome.clause}"))
+            self.console.print()
+        else:
+            word = {"holds": "fixed", "not_judged": "not judged"}.get(outcome.outcome, "not provided")
+            print_text(self.console, f"{word:<13} {outcome.clause}")
