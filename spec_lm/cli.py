@@ -369,6 +369,7 @@ def _faults_of(clause: "Clause") -> Iterator[tuple[str, str]]:
 
 # ------------------------------------------------------------------------------------------------- with reports
 
+app.command()(reports.report)
 app.command()(reports.replay)
 
 

@@ -1,19 +1,94 @@
 """`spec-lm report` and `replay`: what is done with reports once they are written."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spec_lm.commands.console import ERROR, mendable, new_console, print_failure, print_text
-from spec_lm.conformance.report import Outcome, UserError, read_reports
+from spec_lm.commands.console import ERROR, mendable, new_console, print_failure, print_text, written
+from spec_lm.conformance.report import Outcome, Report, UserError, read_reports
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 ReportFile = Annotated[Path, typer.Argument(metavar="REPORT", help="A report file, as in .spec-lm/last.jsonl.")]
+
+
+class Format(StrEnum):
+    """How a report is shown."""
+
+    terminal = "terminal"
+    markdown = "markdown"
+    html = "html"
+    junit = "junit"
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def report(
+    report: ReportFile,
+    format: Annotated[Format, typer.Option(help="How to show it.")] = Format.terminal,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it there, not to stdout.")
+    ] = None,
+    all_failures: Annotated[
+        bool, typer.Option("--all-failures", help="In a terminal: tell all failures in full, not the first three.")
+    ] = False,
+) -> None:
+    """Show a report: in a terminal, as Markdown for a pull request, as one HTML page, or as JUnit XML for a CI.
+
+    The exit code says whether it could be shown, not what it says.
+    """
+    with mendable():
+        reports = read_reports(report)
+        if not reports:
+            raise UserError(f"{report} holds no report; write one with `spec-lm check --report {report}`")
+        if format is Format.terminal and output is None:
+            _print_blocks(reports, str(report), all_failures)
+            return
+        text = _rendered(reports, format, str(report), all_failures)
+        if output is None:
+            sys.stdout.write(text)
+            return
+        with written(output) as file:
+            file.write(text)
+
+
+def _rendered(reports: list[Report], format: Format, file: str, all_failures: bool) -> str:
+    """Reports in one of the formats; each is imported where it is asked for."""
+    if format is Format.markdown:
+        from spec_lm.conformance.markdown import markdown_text
+
+        return markdown_text(reports, file)
+    if format is Format.html:
+        from spec_lm.conformance.html import html_text
+
+        return html_text(reports, file)
+    if format is Format.junit:
+        from spec_lm.conformance.junit import junit_text
+
+        return junit_text(reports)
+    from spec_lm.conformance.terminal import terminal_blocks
+
+    return "\n\n".join(terminal_blocks(reports, file, all_failures)) + "\n"
+
+
+def _print_blocks(reports: list[Report], file: str, all_failures: bool) -> None:
+    from spec_lm.conformance.terminal import terminal_blocks
+
+    console = new_console()
+    for number, block in enumerate(terminal_blocks(reports, file, all_failures)):
+        if number:
+            console.print()
+        if block.startswith(("FAILS", "ERROR")):
+            print_failure(console, block)
+        else:
+            print_text(console, block)
 
 
 # -------------------------------------------------------------------------------------------------------------- replay

@@ -254,6 +254,11 @@ _PLAIN = re.compile(
 )
 
 
+def is_plain(message: str) -> bool:
+    """Whether a message says no more than the evidence of its comparison."""
+    return _PLAIN.fullmatch(message) is not None
+
+
 def failure_text(outcome: Outcome, replay: str = "", causes: Iterable[Cause] = ()) -> str:
     """A failure as a person reads it: sentence, input, what was seen, why that may be, how to run it again, in plain
     PyTorch too where that is short, and where to read on."""
@@ -262,7 +267,7 @@ def failure_text(outcome: Outcome, replay: str = "", causes: Iterable[Cause] = (
     lines = [f"FAILS  {outcome.clause:<72} {outcome.level.upper()}", f"  {outcome.sentence}"]
     if outcome.counterexample:
         lines += [f"  {line}" for line in values_text(outcome.counterexample["values"])]
-    if not (outcome.evidence and _PLAIN.fullmatch(outcome.message)):
+    if not (outcome.evidence and is_plain(outcome.message)):
         said = outcome.message.replace("\n", "\n" + " " * (_LABEL + 2))
         lines.append(f"  {'seen':{_LABEL - 1}} {printable(said)}")
     if outcome.evidence:
@@ -338,7 +343,7 @@ def _rest_text(outcomes: list[Outcome], how: str) -> str:
 def _seen_text(outcome: Outcome) -> str:
     """What was seen, in a few words."""
     evidence = outcome.evidence
-    if not evidence or not _PLAIN.fullmatch(outcome.message) or outcome.message.startswith("got "):
+    if not evidence or not is_plain(outcome.message) or outcome.message.startswith("got "):
         return outcome.message
     return _worst_text(evidence) or outcome.message
 
