@@ -369,8 +369,8 @@ def _faults_of(clause: "Clause") -> Iterator[tuple[str, str]]:
 
 # ------------------------------------------------------------------------------------------------- with reports
 
-app.command()(reports.report)
-app.command()(reports.replay)
+for command in (reports.report, reports.replay, reports.diff, reports.compare):
+    app.command()(command)
 
 
 # -------------------------------------------------------------------------------------------------------------- faults

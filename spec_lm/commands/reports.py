@@ -1,4 +1,4 @@
-"""`spec-lm report` and `replay`: what is done with reports once they are written."""
+"""`spec-lm report`, `diff`, `compare` and `replay`: what is done with reports once they are written."""
 
 import sys
 from collections.abc import Iterator
@@ -45,9 +45,7 @@ def report(
     The exit code says whether it could be shown, not what it says.
     """
     with mendable():
-        reports = read_reports(report)
-        if not reports:
-            raise UserError(f"{report} holds no report; write one with `spec-lm check --report {report}`")
+        reports = _read(report)
         if format is Format.terminal and output is None:
             _print_blocks(reports, str(report), all_failures)
             return
@@ -89,6 +87,64 @@ def _print_blocks(reports: list[Report], file: str, all_failures: bool) -> None:
             print_failure(console, block)
         else:
             print_text(console, block)
+
+
+# -------------------------------------------------------------------------------------------------- several reports
+
+
+def diff(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="An earlier report.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="A later one.")],
+) -> None:
+    """Print what changed from one report to another, and nothing else.
+
+    Exit code: 1 where a clause that held fails or could not be run, or one that was waived fails; 2 where a report
+    cannot be read or the new one is incomplete; else 0.
+    """
+    from spec_lm.conformance.changes import difference, paired
+
+    with mendable():
+        pairs = list(paired(_read(old), _read(new)))
+        found = [difference(*pair) for pair in pairs]
+        console = new_console()
+        for (_, report), each in zip(pairs, found, strict=True):
+            if len(pairs) > 1:
+                print_text(console, str(report.header.get("implementation", "")), style="bold")
+            for line in each.lines():
+                print_text(console, line, style="red" if line.startswith("worse ") else "")
+    if any(each.of("worse") for each in found):
+        raise typer.Exit(1)
+    if not all(each.complete for each in found):
+        raise typer.Exit(ERROR)
+
+
+def compare(
+    files: Annotated[list[Path], typer.Argument(metavar="REPORT...", help="Report files.")],
+    every: Annotated[
+        bool, typer.Option("--all", help="Every clause, not only those that came to different outcomes.")
+    ] = False,
+) -> None:
+    """Show implementations side by side: a column each, a row a clause."""
+    from spec_lm.conformance.changes import side_by_side
+
+    with mendable():
+        reports = [report for file in files for report in _read(file)]
+        if len(reports) < 2:
+            raise UserError("compare needs the reports of at least two implementations")
+        console = new_console()
+        for line in side_by_side(reports, every):
+            print_text(console, line)
+
+
+def _read(file: Path) -> list[Report]:
+    """The reports of a file, at least one.
+
+    Raises:
+        UserError: there is none.
+    """
+    if reports := read_reports(file):
+        return reports
+    raise UserError(f"{file} holds no report; write one with `spec-lm check --report {file}`")
 
 
 # -------------------------------------------------------------------------------------------------------------- replay

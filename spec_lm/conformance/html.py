@@ -24,7 +24,7 @@ def html_text(reports: Iterable[Report], file: str = "") -> str:
         file: its name, for the commands that replay its failures; empty where that is not known.
     """
     pages = [ReportPage(report, file) for report in reports]
-    style, script = (files(__package__).joinpath("templates", name).read_text("utf-8") for name in _INLINE)
+    style, script = (files("spec_lm.conformance").joinpath("templates", name).read_text("utf-8") for name in _INLINE)
     return _TEMPLATES.get_template("report.html.j2").render(
         pages=pages,
         operators=list(dict.fromkeys(operator for page in pages for operator in page.operators)),

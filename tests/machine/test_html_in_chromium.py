@@ -84,12 +84,11 @@ def browser(tmp_path_factory) -> Iterator[Browser]:
 @pytest.fixture
 def page(browser, tmp_path) -> Browser:
     """The browser on a report of two implementations: of five clauses each two fail."""
-    came_to = dict.fromkeys(FAILING, "fails") | dict.fromkeys(
-        ("softmax.sums_to_one", "silu.two", "rope.three"), "holds"
-    )
+    came_to: list[tuple[str, Any]] = [*((clause, "fails") for clause in FAILING), ("softmax.sums_to_one", "holds")]
+    came_to += [("silu.two", "holds"), ("rope.three", "holds")]
     levels = {"softmax": "must", "silu": "should", "rope": "should"}
-    operators = {clause: clause.partition(".")[0] for clause in came_to}
-    outcomes = [Outcome(c, operators[c], levels[operators[c]], status) for c, status in came_to.items()]
+    operators = {clause: clause.partition(".")[0] for clause, _ in came_to}
+    outcomes = [Outcome(c, operators[c], levels[operators[c]], status) for c, status in came_to]
     header = {"spec": 1, "versions": {}, "level": "should", "seed": 0}
     reports = [Report({"implementation": name, **header}, tuple(outcomes)) for name in ("a.py", "b.py")]
     (tmp_path / "report.html").write_text(html_text(reports), encoding="utf-8")
