@@ -99,6 +99,10 @@ def check(
         list[str] | None,
         typer.Option(metavar="OP|all", help="Exit with 2 where this operator is not provided; repeatable."),
     ] = None,
+    shard: Annotated[
+        str,
+        typer.Option(metavar="I/N", help="Check only part I of N; `spec-lm merge` joins the parts."),
+    ] = "",
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Operators checked at a time; by default one a core, at most 4.")
     ] = None,
@@ -121,7 +125,7 @@ def check(
     """
     with mendable(), contextlib.ExitStack() as files:
         asked: dict[str, Any] = {"operators": operator, "clauses": clause, "level": level.value, "examples": examples}
-        asked |= {"seed": seed, "dtype": dtype, "device": device, "require": require or ()}
+        asked |= {"seed": seed, "dtype": dtype, "device": device, "require": require or (), "shard": shard}
         asked["conventions"] = dict(_pair(each) for each in convention or ())
         sinks = [files.enter_context(written(report))] if report else []
         xml = files.enter_context(written(junit)) if junit else None
@@ -369,7 +373,7 @@ def _faults_of(clause: "Clause") -> Iterator[tuple[str, str]]:
 
 # ------------------------------------------------------------------------------------------------- with reports
 
-for command in (reports.report, reports.replay, reports.diff, reports.compare):
+for command in (reports.report, reports.replay, reports.diff, reports.compare, reports.merge):
     app.command()(command)
 
 

@@ -1,4 +1,4 @@
-"""`spec-lm report`, `diff`, `compare` and `replay`: what is done with reports once they are written."""
+"""`spec-lm report`, `diff`, `compare`, `merge` and `replay`: what is done with reports once they are written."""
 
 import sys
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spec_lm.commands.console import ERROR, mendable, new_console, print_failure, print_text, written
-from spec_lm.conformance.report import Outcome, Report, UserError, read_reports
+from spec_lm.conformance.report import Outcome, Report, UserError, read_reports, write_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -134,6 +134,35 @@ def compare(
         console = new_console()
         for line in side_by_side(reports, every):
             print_text(console, line)
+
+
+def merge(
+    files: Annotated[list[Path], typer.Argument(metavar="REPORT...", help="The reports of all shards of one check.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write the whole report.")],
+) -> None:
+    """Join the reports of `spec-lm check --shard 1/N` to N/N into one. Exit code: the verdict's, as of a check.
+
+    Shards of different implementations, versions, seeds or settings are refused, and so are missing ones.
+    """
+    from spec_lm.conformance.display import summary_text
+    from spec_lm.conformance.shards import merged
+
+    with mendable():
+        found = {str(file): _read(file) for file in files}
+        first, *others = found
+        for other in others:
+            if len(found[other]) != len(found[first]):
+                numbers = f"{len(found[first])} in {first}, {len(found[other])} in {other}"
+                raise UserError(f"these are no shards of one check: the number of implementations is {numbers}")
+        whole = [merged(dict(zip(found, each, strict=True))) for each in zip(*found.values(), strict=True)]
+        with written(output) as file:
+            for report in whole:
+                write_lines(file, report.lines())
+        console = new_console()
+        for report in whole:
+            print_text(console, summary_text(report), style="bold")
+    codes = [report.exit_code for report in whole]
+    raise typer.Exit(1 if 1 in codes else max(codes))
 
 
 def _read(file: Path) -> list[Report]:

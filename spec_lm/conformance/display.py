@@ -375,6 +375,7 @@ def header_text(header: Mapping[str, Any]) -> str:
         f"torch {torch_version} {header['device']} {header['dtype']}",
         f"seed {header['seed']}, {header['examples']} examples, level {header['level']}",
     ]
+    parts += [f"shard {header['shard']}"] if "shard" in header else []
     declared = [f"{name}={choice}" for name, choice in header.get("conventions", {}).items()]
     declared += [f"supports {name}" for name in header.get("supports", {})]
     return printable(" | ".join(parts + ([", ".join(declared)] if declared else [])))

@@ -32,6 +32,7 @@ from spec_lm.conformance.operators import OPERATORS, Call, Checked
 from spec_lm.conformance.report import Outcome, Report, ReportError, Status, UserError
 from spec_lm.conformance.reproduction import Recording, reproduction
 from spec_lm.conformance.script import Origin
+from spec_lm.conformance.shards import Shard
 from spec_lm.conformance.strategies import Domain, NotJudged, from_json, plainest
 from spec_lm.conformance.surroundings import SETTINGS, restored, undisturbed
 from spec_lm.conformance.tolerance import Raised, Violation
@@ -96,6 +97,7 @@ def check(
     conventions: Mapping[str, str] | None = None,
     supports: Mapping[str, Any] | None = None,
     require: Iterable[str] = (),
+    shard: str = "",
     on_start: Callable[[dict[str, Any]], None] = lambda header: None,
     on_outcome: Emit = lambda outcome: None,
 ) -> Report:
@@ -114,6 +116,7 @@ def check(
         conventions: declared choices, over those the implementation declares.
         supports: the declared part of the domain, over what the implementation declares.
         require: operators that must be provided ("all": every one).
+        shard: check only this part, as in "2/3": whole operators, about as long in each part.
         on_start: called with the report's header before the first clause runs.
         on_outcome: called with each outcome as it comes.
 
@@ -127,6 +130,7 @@ def check(
     settings = Settings(examples, seed, dtype, device, conventions or {}, supports or {})
     chosen = select(operators, clauses, level)
     required = required_of(require, chosen)
+    chosen, about = sharded(chosen, shard)
     collected: list[Outcome] = []
 
     def emit(outcome: Outcome) -> None:
@@ -135,7 +139,7 @@ def check(
 
     with preserved(seed), loaded(implementation) as subject:
         settings = settings.declared_by(subject)
-        header = header_of(subject, settings, level) | {"clauses": len(chosen), "required": list(required)}
+        header = header_of(subject, settings, level) | about | {"required": list(required)}
         on_start(header)
         for operator, group in by_operator(chosen).items():
             run_operator(operator, group, subject, settings, emit)
@@ -176,6 +180,19 @@ def required_of(names: Iterable[str], chosen: list[Clause]) -> tuple[str, ...]:
         if name != "all" and name not in checked:
             raise UsageError(f"{name} is required, but only {', '.join(checked)} is checked; leave one of the two out")
     return required
+
+
+def sharded(chosen: list[Clause], shard: str) -> tuple[list[Clause], dict[str, Any]]:
+    """The clauses of a shard (all of them where it is empty), and what the header says of them.
+
+    Raises:
+        UserError: it is no shard, or there are more than operators.
+    """
+    if not shard:
+        return chosen, {"clauses": len(chosen)}
+    part = Shard.read(shard)
+    mine = part.part(chosen)
+    return mine, {"clauses": len(mine)} | part.header(len(chosen))
 
 
 def known_clause(clause_id: str) -> Clause:

@@ -94,6 +94,7 @@ def check_in_workers(
     conventions: Mapping[str, str] | None = None,
     supports: Mapping[str, Any] | None = None,
     require: Iterable[str] = (),
+    shard: str = "",
     on_start: Callable[[dict[str, Any]], None] = lambda header: None,
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
@@ -108,13 +109,14 @@ def check_in_workers(
         UsageError: an unknown operator, clause, level, dtype or device.
     """
     from spec_lm.conformance.diagnosis import diagnose
-    from spec_lm.conformance.runner import Settings, by_operator, required_of, select
+    from spec_lm.conformance.runner import Settings, by_operator, required_of, select, sharded
 
     settings = Settings(examples, seed, dtype, device, conventions or {}, supports or {})
     chosen = select(operators, clauses, level)
     required = required_of(require, chosen)
+    chosen, about = sharded(chosen, shard)
     header, _ = launch(Job(implementation, settings, level)).result()
-    header |= {"clauses": len(chosen), "required": list(required)}
+    header |= about | {"required": list(required)}
     on_start(header)
     outcomes: list[Outcome] = []
     groups = by_operator(chosen)

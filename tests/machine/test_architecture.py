@@ -38,6 +38,7 @@ RANKS = {
     "spec_lm.conformance.markdown": 3,
     "spec_lm.conformance.html": 3,
     "spec_lm.conformance.implementation": 4,
+    "spec_lm.conformance.shards": 4,
     "spec_lm.conformance.runner": 5,
     "spec_lm.conformance.preload": 5,
     "spec_lm.conformance.workers": 5,
