@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 import spec_lm
-from spec_lm.commands import reports
+from spec_lm.commands import projects, reports
 from spec_lm.commands.console import ERROR, mendable, new_console, print_failure, print_text, say, written
 from spec_lm.conformance.report import Outcome, Report, UserError, outcome_line, write_lines
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
     from spec_lm.conformance.clause import Clause
+    from spec_lm.conformance.config import Config
 
 LAST = Path(".spec-lm/last.jsonl")
 FAULTS_EXPLAINED = 10
@@ -83,12 +84,16 @@ def check(
             show_default=False,
         ),
     ] = None,
-    level: Annotated[Level, typer.Option(help="MUST clauses alone, or SHOULD clauses as well.")] = Level.must,
+    level: Annotated[
+        Level | None, typer.Option(help="MUST clauses alone (the default), or SHOULD clauses as well.")
+    ] = None,
     operator: Annotated[
         list[str] | None, typer.Option(metavar="OP", help="Check this operator only; repeatable.")
     ] = None,
     clause: Annotated[list[str] | None, typer.Option(metavar="ID", help="Check this clause only; repeatable.")] = None,
-    examples: Annotated[int, typer.Option(min=1, help="Examples drawn for each clause.")] = 50,
+    examples: Annotated[
+        int | None, typer.Option(min=1, help="Examples drawn for each clause, 50 by default.", show_default=False)
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of all draws: the same seed gives the same report.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="Where the arguments lie: cpu, cuda, ..")] = "cpu",
@@ -109,6 +114,9 @@ def check(
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Check in this process, for debuggers; else each operator has its own.")
     ] = False,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Read [tool.spec-lm] there, not in the nearest pyproject.toml.")
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write every outcome, as it comes, as JSON Lines.")
     ] = None,
@@ -124,9 +132,9 @@ def check(
     required provided).
     """
     with mendable(), contextlib.ExitStack() as files:
-        asked: dict[str, Any] = {"operators": operator, "clauses": clause, "level": level.value, "examples": examples}
-        asked |= {"seed": seed, "dtype": dtype, "device": device, "require": require or (), "shard": shard}
-        asked["conventions"] = dict(_pair(each) for each in convention or ())
+        asked: dict[str, Any] = {"operators": operator, "clauses": clause, "seed": seed, "dtype": dtype}
+        asked |= {"device": device, "require": require or (), "shard": shard}
+        conventions = dict(_pair(each) for each in convention or ())
         sinks = [files.enter_context(written(report))] if report else []
         xml = files.enter_context(written(junit)) if junit else None
         again = report
@@ -136,8 +144,11 @@ def check(
             sinks.append(last)
             again = LAST
         how = _how(in_process, jobs, device)
+        declared = _declared(config)
+        named = implementations or list(declared.implementation)
+        asked |= declared.asked(named, level, examples, conventions)
         checks = _Checks(new_console(), sinks, asked, quiet, all_failures, str(again) if again else "", how)
-        codes = [checks.one(each) for each in _grouped(implementations or [])]
+        codes = [checks.one(each) for each in _grouped(named)]
         if xml is not None:
             _write_junit(xml, checks.reports)
     raise typer.Exit(ERROR if checks.interrupted else 1 if 1 in codes else max(codes))
@@ -153,6 +164,13 @@ def _how(in_process: bool, jobs: int | None, device: str) -> Callable[..., Repor
 
     workers.start()
     return partial(workers.check_in_workers, jobs=jobs or (workers.default_jobs() if device == "cpu" else 1))
+
+
+def _declared(path: Path | None) -> "Config":
+    """What the project declares; reading it takes the register of clauses."""
+    from spec_lm.conformance.config import read_config
+
+    return read_config(path)
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -230,7 +248,7 @@ class _Checks:
         return report.exit_code
 
     def _finish(self, view: "_View", report: Report, built_in: bool) -> None:
-        from spec_lm.conformance.display import failures_text, summary_text
+        from spec_lm.conformance.display import failures_text, summary_text, warnings_text
 
         self.reports.append(report)
         view.write(report.footer())
@@ -238,6 +256,8 @@ class _Checks:
             if not self.quiet or number:
                 self.console.print()
             print_failure(self.console, text)
+        for line in warnings_text(report):
+            print_text(self.console, line, style="yellow")
         if not self.quiet or report.of("fails", "error"):
             self.console.print()
         hint = "; check your own with `spec-lm check path/to/adapters.py`" if built_in else ""
@@ -373,7 +393,7 @@ def _faults_of(clause: "Clause") -> Iterator[tuple[str, str]]:
 
 # ------------------------------------------------------------------------------------------------- with reports
 
-for command in (reports.report, reports.replay, reports.diff, reports.compare, reports.merge):
+for command in (reports.report, reports.replay, reports.diff, reports.compare, reports.merge, projects.waive):
     app.command()(command)
 
 

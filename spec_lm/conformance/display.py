@@ -314,6 +314,11 @@ def failures_text(report: Report, file: str = "", whole: bool = False) -> Iterat
 _SAYS_LITTLE = ("agrees_with_the_oracle", "any_length", "any_memory_layout", "long_rows", "has_no_memory")
 
 
+def warnings_text(report: Report) -> Iterator[str]:
+    """What is said of clauses that hold, a line each: waivers that may no longer be needed."""
+    yield from (f"WARNS  {o.clause}: {printable(o.message)}" for o in report.of("holds") if o.message)
+
+
 def _telling_first(failing: list[Outcome]) -> list[Outcome]:
     """In their order, but where values are wrong, what says no more than that last, and of memory last of all."""
     names = [outcome.clause.partition(".")[2] for outcome in failing]

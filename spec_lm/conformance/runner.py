@@ -36,6 +36,7 @@ from spec_lm.conformance.shards import Shard
 from spec_lm.conformance.strategies import Domain, NotJudged, from_json, plainest
 from spec_lm.conformance.surroundings import SETTINGS, restored, undisturbed
 from spec_lm.conformance.tolerance import Raised, Violation
+from spec_lm.conformance.waivers import Waiver, waivers_of
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 # What a declared support may name: axes by name (a head size, a sequence length), how many there are, masks, dtypes.
@@ -52,8 +53,8 @@ class UsageError(UserError):
 
 @dataclass(frozen=True)
 class Settings:
-    """How a check runs: examples a clause, seed, dtype, device, declared conventions and supports, and whether a
-    counterexample is made smaller."""
+    """How a check runs: examples a clause, seed, dtype, device, declared conventions and supports, whether a
+    counterexample is made smaller, and the failures that are accepted."""
 
     examples: int = 50
     seed: int = 0
@@ -62,6 +63,7 @@ class Settings:
     conventions: Mapping[str, str] = field(default_factory=dict)
     supports: Mapping[str, Any] = field(default_factory=dict)
     shrink: bool = True
+    waivers: Mapping[str, Waiver] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -96,6 +98,7 @@ def check(
     device: str = "cpu",
     conventions: Mapping[str, str] | None = None,
     supports: Mapping[str, Any] | None = None,
+    waive: Mapping[str, Any] | None = None,
     require: Iterable[str] = (),
     shard: str = "",
     on_start: Callable[[dict[str, Any]], None] = lambda header: None,
@@ -115,6 +118,7 @@ def check(
         device: where they lie.
         conventions: declared choices, over those the implementation declares.
         supports: the declared part of the domain, over what the implementation declares.
+        waive: failures that are accepted, by clause id: the reason, or a table of "reason" and "counterexample".
         require: operators that must be provided ("all": every one).
         shard: check only this part, as in "2/3": whole operators, about as long in each part.
         on_start: called with the report's header before the first clause runs.
@@ -126,8 +130,11 @@ def check(
     Raises:
         ImplementationError: the implementation cannot be loaded.
         UsageError: an unknown operator, clause, level, dtype or device.
+        UserError: a waiver of an unknown clause, or without a reason.
     """
-    settings = Settings(examples, seed, dtype, device, conventions or {}, supports or {})
+    settings = Settings(
+        examples, seed, dtype, device, conventions or {}, supports or {}, waivers=waivers_of(waive or {})
+    )
     chosen = select(operators, clauses, level)
     required = required_of(require, chosen)
     chosen, about = sharded(chosen, shard)
@@ -284,12 +291,29 @@ class OperatorRun:
             return outcome_of(clause, "absent", self.absent)
         if self.lost:
             return outcome_of(clause, "not_judged", self.lost)
+        waiver = self.settings.waivers.get(clause.id)
+        pinned = self._pinned(clause, waiver.recipes) if waiver and waiver.recipes is not None else None
+        if waiver and pinned and pinned.outcome in ("fails", "error") and not _decides(clause):
+            return waiver.applied(pinned, pinned)
         with settings_put_back():
             outcome, lacking = run_clause(clause, self.checked, self.domain, self.settings, self.origin)
         self.domain = replace(self.domain, without=self.domain.without | lacking)
         if clause.name == SIGNATURE and outcome.outcome == "fails":
             self.lost = f"{clause.id} fails: {outcome.message}"
-        return outcome
+        return waiver.applied(outcome, pinned) if waiver else outcome
+
+    def _pinned(self, clause: Clause, recipes: Mapping[str, Any]) -> Outcome:
+        """What a waiver's counterexample comes to; an error where this version cannot read it."""
+        try:
+            with settings_put_back():
+                return replayed(clause, recipes, self.checked)
+        except ReportError as broken:
+            return outcome_of(clause, "error", f"mend the waiver: {broken}")
+
+
+def _decides(clause: Clause) -> bool:
+    """Whether what a clause comes to decides about the operator's other clauses."""
+    return clause.name == SIGNATURE or bool(clause.feature)
 
 
 def why_absent(domain: Domain, checked: Checked) -> str:
@@ -484,23 +508,34 @@ def _again(outcome: Outcome, subject: Implementation, settings: Settings) -> Out
     function = subject.functions.get(clause.operator)
     if function is None:
         return outcome_of(clause, "absent", "not provided")
+    checked = Checked(OPERATORS[clause.operator], function, settings.conventions, device=settings.device)
+    now = replayed(clause, stored.get("recipes"), checked)
+    return replace(now, counterexample=stored, reproduction=outcome.reproduction) if now.outcome == "fails" else now
+
+
+def replayed(clause: Clause, stored: Any, checked: Checked) -> Outcome:
+    """What the stored recipes of a counterexample come to now.
+
+    Raises:
+        ReportError: this version cannot read them.
+    """
     try:
-        recipes = {name: from_json(data) for name, data in stored["recipes"].items()}
+        recipes = {name: from_json(data) for name, data in stored.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as broken:
         raise ReportError(f"{clause.id}: its counterexample cannot be read: {broken}; check again") from None
     if set(recipes) != set(clause.given.draws):
-        raise ReportError(f"{clause.id}: this version draws other arguments than the report's; check again")
-    checked = Checked(OPERATORS[clause.operator], function, settings.conventions, device=settings.device)
+        raise ReportError(f"{clause.id}: this version draws other arguments than its counterexample's; check again")
     for _ in range(4):
         try:
             with quiet():
                 clause.run(checked, recipes)
         except Violation as violation:
-            seen = {"counterexample": stored, "evidence": evidence_of(violation.evidence)}
-            seen["reproduction"] = outcome.reproduction
+            seen = {"counterexample": counterexample_of(recipes), "evidence": evidence_of(violation.evidence)}
             return replace(outcome_of(clause, "fails", str(violation)), **seen)
         except NotJudged as reason:
             return outcome_of(clause, "not_judged", str(reason))
+        except Exception as broken:  # of the recipes: what the implementation raises is a violation
+            raise ReportError(f"{clause.id}: its counterexample cannot be built: {broken}; check again") from None
     return outcome_of(clause, "holds", "")
 
 

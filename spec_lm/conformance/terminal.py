@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from spec_lm.conformance.display import failures_text, header_text, operator_text, summary_text
+from spec_lm.conformance.display import failures_text, header_text, operator_text, summary_text, warnings_text
 from spec_lm.conformance.operators import OPERATORS
 from spec_lm.conformance.report import Outcome, Report, printable
 
@@ -23,4 +23,6 @@ def terminal_blocks(reports: Iterable[Report], file: str = "", whole: bool = Fal
         lines = (operator_text(operator, outcomes, width) for operator, outcomes in groups.items())
         yield "\n".join([header_text(report.header), *lines])
         yield from map(printable, failures_text(report, file, whole))
+        if warned := "\n".join(warnings_text(report)):
+            yield warned
         yield summary_text(report)

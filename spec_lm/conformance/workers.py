@@ -93,6 +93,7 @@ def check_in_workers(
     device: str = "cpu",
     conventions: Mapping[str, str] | None = None,
     supports: Mapping[str, Any] | None = None,
+    waive: Mapping[str, Any] | None = None,
     require: Iterable[str] = (),
     shard: str = "",
     on_start: Callable[[dict[str, Any]], None] = lambda header: None,
@@ -110,8 +111,11 @@ def check_in_workers(
     """
     from spec_lm.conformance.diagnosis import diagnose
     from spec_lm.conformance.runner import Settings, by_operator, required_of, select, sharded
+    from spec_lm.conformance.waivers import waivers_of
 
-    settings = Settings(examples, seed, dtype, device, conventions or {}, supports or {})
+    settings = Settings(
+        examples, seed, dtype, device, conventions or {}, supports or {}, waivers=waivers_of(waive or {})
+    )
     chosen = select(operators, clauses, level)
     required = required_of(require, chosen)
     chosen, about = sharded(chosen, shard)
