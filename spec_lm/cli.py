@@ -391,9 +391,11 @@ def _faults_of(clause: "Clause") -> Iterator[tuple[str, str]]:
         yield "", f"and {len(detected) - FAULTS_EXPLAINED} more"
 
 
-# ------------------------------------------------------------------------------------------------- with reports
+# ------------------------------------------------------------------------------------------- reports and projects
 
-for command in (reports.report, reports.replay, reports.diff, reports.compare, reports.merge, projects.waive):
+for command in (reports.report, reports.replay, reports.diff, reports.compare, reports.merge):
+    app.command()(command)
+for command in (projects.waive, projects.init):
     app.command()(command)
 
 

@@ -1,4 +1,4 @@
-"""`spec-lm waive`: what a project keeps beside its implementation."""
+"""`spec-lm waive` and `init`: what a project keeps beside its implementation."""
 
 import json
 from dataclasses import dataclass
@@ -171,3 +171,33 @@ def _write(waivers: dict[str, "Waiver"], path: Path | None) -> None:
         holder["waivers"][list(waivers)[-1]].add(tomlkit.nl())
     with written(path) as file:
         file.write(document.as_string())
+
+
+# ---------------------------------------------------------------------------------------------------------------- init
+
+
+def init(
+    path: Annotated[Path, typer.Option(metavar="DIR", help="The project's root.")] = Path(),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")] = False,
+) -> None:
+    """Write adapters to fill in, a test module, and a workflow for GitHub Actions."""
+    from spec_lm.commands.starter import ADAPTERS, TESTS, starter_files
+
+    with mendable():
+        files = {path / name: text for name, text in starter_files().items()}
+        there = [str(file) for file in files if file.exists()]
+        if there and not force:
+            raise UserError(f"{', '.join(there)} would be overwritten; nothing was written; use --force to do so")
+        for file, text in files.items():
+            _write_whole(file, text)
+            print(f"wrote {file}")
+        print(f"Fill in {path / ADAPTERS}; then: spec-lm check {path / ADAPTERS}, or: pytest {path / TESTS}")
+
+
+def _write_whole(file: Path, text: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make {file.parent}: {error.strerror}") from error
+    with written(file) as opened:
+        opened.write(text)

@@ -293,7 +293,7 @@ class OperatorRun:
             return outcome_of(clause, "not_judged", self.lost)
         waiver = self.settings.waivers.get(clause.id)
         pinned = self._pinned(clause, waiver.recipes) if waiver and waiver.recipes is not None else None
-        if waiver and pinned and pinned.outcome in ("fails", "error") and not _decides(clause):
+        if waiver and pinned and pinned.outcome in ("fails", "error") and not decides(clause):
             return waiver.applied(pinned, pinned)
         with settings_put_back():
             outcome, lacking = run_clause(clause, self.checked, self.domain, self.settings, self.origin)
@@ -311,7 +311,7 @@ class OperatorRun:
             return outcome_of(clause, "error", f"mend the waiver: {broken}")
 
 
-def _decides(clause: Clause) -> bool:
+def decides(clause: Clause) -> bool:
     """Whether what a clause comes to decides about the operator's other clauses."""
     return clause.name == SIGNATURE or bool(clause.feature)
 

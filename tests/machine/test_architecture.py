@@ -50,9 +50,10 @@ RANKS = {
     "spec_lm.commands": 7,
     "spec_lm.commands.console": 7,
     "spec_lm.commands.reports": 7,
+    "spec_lm.commands.starter": 7,
     "spec_lm.commands.projects": 7,
-    "spec_lm.pytest_plugin": 7,
     "spec_lm.testing": 7,
+    "spec_lm.pytest_plugin": 7,
     "spec_lm.cli": 8,
     "spec_lm.__main__": 8,
 }

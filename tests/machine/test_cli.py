@@ -378,7 +378,9 @@ def loads_torch(code: str) -> bool:
 
 
 def test_package_command_line_and_plugin_are_imported_without_torch():
-    assert not loads_torch("import spec_lm, spec_lm.cli, spec_lm.pytest_plugin, spec_lm.conformance.report")
+    assert not loads_torch(
+        "import spec_lm, spec_lm.cli, spec_lm.pytest_plugin, spec_lm.testing, spec_lm.conformance.report"
+    )
 
 
 def test_pytest_with_the_plugin_shows_its_help_without_torch():
