@@ -6,6 +6,8 @@ A thin front end: it prints what the runner emits. Nothing heavy is imported bef
 
 import contextlib
 import io
+import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -100,6 +102,10 @@ def check(
     convention: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Declare a convention; repeatable.")
     ] = None,
+    support: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=JSON", help="Declare the sizes, masks or dtypes it takes; repeatable."),
+    ] = None,
     require: Annotated[
         list[str] | None,
         typer.Option(metavar="OP|all", help="Exit with 2 where this operator is not provided; repeatable."),
@@ -117,6 +123,16 @@ def check(
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Read [tool.spec-lm] there, not in the nearest pyproject.toml.")
     ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(metavar="S", min=0.1, help="Seconds a clause may take, 60 by default.", show_default=False),
+    ] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GIB", min=0.1, help="GiB a process may take beside torch; not with a device, Linux only."
+        ),
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write every outcome, as it comes, as JSON Lines.")
     ] = None,
@@ -131,39 +147,64 @@ def check(
     Exit code: 0 all hold, 1 a clause fails, 2 it could not be checked (an error, interrupted, nothing or not everything
     required provided).
     """
-    with mendable(), contextlib.ExitStack() as files:
+    with mendable(), _ended_as_interrupted(), contextlib.ExitStack() as files:
         asked: dict[str, Any] = {"operators": operator, "clauses": clause, "seed": seed, "dtype": dtype}
         asked |= {"device": device, "require": require or (), "shard": shard}
-        conventions = dict(_pair(each) for each in convention or ())
-        sinks = [files.enter_context(written(report))] if report else []
+        conventions = dict(_pair("--convention", each) for each in convention or ())
+        supports = dict(_support(each) for each in support or ())
+        sinks = [_Sink(report, files.enter_context(written(report)), required=True)] if report else []
         xml = files.enter_context(written(junit)) if junit else None
         again = report
         if report and report.resolve() == LAST.resolve():
             again = LAST
         elif last := _last_file(files):
-            sinks.append(last)
+            sinks.append(_Sink(LAST, last))
             again = LAST
-        how = _how(in_process, jobs, device)
+        how = _how(in_process, jobs, timeout, memory, device)
         declared = _declared(config)
         named = implementations or list(declared.implementation)
-        asked |= declared.asked(named, level, examples, conventions)
+        asked |= declared.asked(named, level, examples, conventions, supports)
         checks = _Checks(new_console(), sinks, asked, quiet, all_failures, str(again) if again else "", how)
         codes = [checks.one(each) for each in _grouped(named)]
         if xml is not None:
             _write_junit(xml, checks.reports)
-    raise typer.Exit(ERROR if checks.interrupted else 1 if 1 in codes else max(codes))
+    is_whole = not checks.interrupted and not any(sink.required and sink.has_failed for sink in sinks)
+    raise typer.Exit(ERROR if not is_whole else 1 if 1 in codes else max(codes))
 
 
-def _how(in_process: bool, jobs: int | None, device: str) -> Callable[..., Report]:
+@contextlib.contextmanager
+def _ended_as_interrupted() -> Iterator[None]:
+    """Inside, a request to end, as a CI sends it, is taken as an interrupt is, so that no process is left."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt) or signal.SIG_DFL
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _how(
+    in_process: bool, jobs: int | None, timeout: float | None, memory: float | None, device: str
+) -> Callable[..., Report]:
     """What runs a check: worker processes, or this one."""
+    if in_process and (jobs or memory):
+        raise UserError("--jobs and --memory are about processes of their own; leave --in-process out")
+    if memory and device != "cpu":
+        raise UserError(
+            f"--memory cannot be kept with --device {device}, which reserves more than it takes; leave it out"
+        )
     if in_process:
         from spec_lm.conformance.runner import check as run
 
-        return run
+        return partial(run, timeout=timeout)
     from spec_lm.conformance import workers
 
     workers.start()
-    return partial(workers.check_in_workers, jobs=jobs or (workers.default_jobs() if device == "cpu" else 1))
+    jobs = jobs or (workers.default_jobs() if device == "cpu" else 1)
+    return partial(workers.check_in_workers, jobs=jobs, timeout=timeout or workers.TIMEOUT, memory=memory)
 
 
 def _declared(path: Path | None) -> "Config":
@@ -173,11 +214,19 @@ def _declared(path: Path | None) -> "Config":
     return read_config(path)
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _pair(option: str, text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise UserError(f"--convention {text}: write it as name=value")
+        raise UserError(f"{option} {text}: write it as name=value")
     return name, value
+
+
+def _support(text: str) -> tuple[str, Any]:
+    name, value = _pair("--support", text)
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        raise UserError(f'--support {text}: write the value as JSON, as in d_head=[64] or mask=["causal"]') from None
 
 
 def _grouped(arguments: list[str]) -> list[Any]:
@@ -190,6 +239,37 @@ def _grouped(arguments: list[str]) -> list[Any]:
         elif pairs not in grouped:
             grouped.append(pairs)
     return grouped
+
+
+@dataclass
+class _Sink:
+    """A report's file while it is written: that its disk is full is told once, and does not end the check.
+
+    Args:
+        path: of the file.
+        file: opened.
+        required: whether it was asked for; then nothing is run where not even the header can be written.
+        has_failed: whether something could not be written.
+    """
+
+    path: Path
+    file: TextIO
+    required: bool = False
+    has_failed: bool = False
+
+    def write(self, line: dict[str, Any]) -> None:
+        if self.has_failed:
+            return
+        try:
+            write_lines(self.file, [line])
+        except OSError as error:
+            self.has_failed = True
+            with contextlib.suppress(OSError):
+                self.file.close()
+            why = f"cannot write {self.path}: {error.strerror}"
+            if self.required and line["kind"] == "header":
+                raise UserError(f"{why}; make room, or give another path") from error
+            say(f"spec-lm: {why}; it is not complete")
 
 
 def _last_file(files: contextlib.ExitStack) -> TextIO | None:
@@ -216,7 +296,7 @@ class _Checks:
     """Checks implementations in turn, printing and writing outcomes as they come."""
 
     console: "Console"
-    sinks: list[TextIO]
+    sinks: list[_Sink]
     asked: dict[str, Any]
     quiet: bool
     all_failures: bool
@@ -267,7 +347,7 @@ class _Checks:
 class _View:
     """One check as it runs: its lines on the screen and in the report files."""
 
-    def __init__(self, console: "Console", sinks: list[TextIO], quiet: bool) -> None:
+    def __init__(self, console: "Console", sinks: list[_Sink], quiet: bool) -> None:
         self.console, self.sinks, self.quiet = console, sinks, quiet
         self.header: dict[str, Any] = {}
         self.outcomes: list[Outcome] = []
@@ -284,7 +364,7 @@ class _View:
 
     def write(self, line: dict[str, Any]) -> None:
         for sink in self.sinks:
-            write_lines(sink, [line])
+            sink.write(line)
 
     def start(self, header: dict[str, Any]) -> None:
         """Before the first clause runs."""
@@ -404,7 +484,7 @@ for command in (projects.waive, projects.init):
 
 @app.command()
 def faults(
-    examples: Annotated[int, typer.Option(min=1, help="Examples drawn for each clause.")] = 25,
+    examples: Annotated[int, typer.Option(min=1, help="Examples drawn for each clause.")] = 20,
     seed: Annotated[int, typer.Option(help="Of all draws: the same seed gives the same matrix.")] = 0,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes at a time; by default one a core, at most 4.")

@@ -15,14 +15,14 @@ from inspect import getsourcefile, iscode, unwrap
 from math import ceil
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 from zlib import crc32
 
 import hypothesis
 import numpy as np
 from jaxtyping import config
-from pebble import ProcessExpired
+from pebble import ProcessExpired, concurrent
 
 import spec_lm
 from spec_lm.conformance import operators, workers
@@ -286,7 +286,7 @@ class Job:
 
     def run(self) -> dict[str, Found]:
         """What was found, by the fault's id."""
-        workers.keep_to_itself(silent=True)
+        workers.keep_to_itself()
         with _unchecked_shapes(), _remembering():
             own = [_DrawnOnce.of(CLAUSES[clause_id], self.settings.seed) for clause_id in self.clauses]
             of_those_above = [CLAUSES[f"{name}.{ABOVE}"] for name in above(self.faults[0].operator)]
@@ -418,6 +418,11 @@ def _jobs(
         yield from (Job(tuple(group[part::parts]), ids, settings) for part in range(min(parts, len(group))))
 
 
+def _launch(job: Job) -> Future:
+    in_child = cast(Any, concurrent.process)(context=workers.context(), daemon=True)
+    return in_child(job.run)()
+
+
 def _run(waiting: list[Job], jobs: int) -> Iterator[dict[str, Found]]:
     """What each job finds, as it comes; the faults of a process that dies are run again, each by itself."""
     running: dict[Future, Job] = {}
@@ -425,7 +430,7 @@ def _run(waiting: list[Job], jobs: int) -> Iterator[dict[str, Found]]:
         while waiting or running:
             while waiting and len(running) < jobs:
                 job = waiting.pop(0)
-                running[workers.launch(job)] = job
+                running[_launch(job)] = job
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 job = running.pop(future)
                 try:

@@ -78,13 +78,12 @@ def parametrize_with_clauses(
     from spec_lm.conformance.waivers import waivers_of
 
     declared = read_config(Path(config)) if config else Config()
-    asked = declared.asked(declared.implementation, level, examples, conventions or {})
     what = _one(declared.implementation) if implementation is None else implementation
+    asked = declared.asked(declared.implementation or [str(what)], level, examples, conventions, supports)
     if what is None:
         raise UserError("parametrize_with_clauses: name an implementation, or a config that declares one")
-    waivers = {**asked.get("waive", {}), **waivers_of(waive or {})}
-    supported = {**asked.get("supports", {}), **(supports or {})}
-    run = (asked["examples"], seed, dtype, device, asked["conventions"], supported)
+    waivers = {**asked["waive"], **waivers_of(waive or {})}
+    run = (asked["examples"], seed, dtype, device, asked["conventions"], asked["supports"])
     chosen = select(operators, clauses, asked["level"])
     checks = _Lazy(what, Settings(*run, waivers=waivers), chosen)
     marks = {clause_id: _xfail(waiver.reason) for clause_id, waiver in waivers.items()}

@@ -41,8 +41,13 @@ def written(path: Path) -> Iterator[TextIO]:
         file = path.open("w", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
-    with file:
+    try:
         yield file
+    finally:
+        try:
+            file.close()
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def new_console() -> "Console":

@@ -57,7 +57,7 @@ def waive(
         if not named or (len(named) > 1 and not all("=" in each for each in named)):
             raise UserError("waive is about one implementation: a path, a module, or operator=module:function pairs")
         asked: dict[str, Any] = {"operators": operator, "clauses": clause, "seed": seed}
-        asked |= declared.asked(named, level, examples, {})
+        asked |= declared.asked(named, level, examples)
         what: Any = tuple(named) if "=" in named[0] else named[0]
         report = workers.check_in_workers(what, jobs=workers.default_jobs(), **asked)
         found = _Refreshed.of(report, dict(declared.waivers), reason)

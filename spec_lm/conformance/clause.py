@@ -7,12 +7,14 @@ come a line in `spec-lm clauses`, an item in pytest, a row in every report, and 
 """
 
 import inspect
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
+from math import inf
 from typing import Any, Literal
 from zlib import crc32
 
@@ -184,7 +186,15 @@ class Search:
     Hypothesis asks again for examples it has seen, and expects the same answer: answers are kept by recipe, which makes
     a nondeterministic implementation harmless to it. After the first violation only the same kind counts, so that
     shrinking stays with one bug; and after `MOST_CALLS_TO_SHRINK` more calls what was not seen passes, so that a slow
-    implementation still shrinks in bounded work and to the same minimum on every machine.
+    implementation still shrinks in bounded work and to the same minimum on every machine. When its time is up, nothing
+    is called any more.
+
+    Args:
+        clause: whose counterexample is looked for.
+        checked: the implementation's operator.
+        on_first: told the first violation, before a smaller one is looked for.
+        ends: when its time is up, by `time.monotonic`.
+        cut_short: whether something was left out since its time was up.
     """
 
     clause: Clause
@@ -197,6 +207,9 @@ class Search:
     reached: Counter[str] = field(default_factory=Counter)
     passed_over: int = 0
     reason: NotJudged | None = None
+    on_first: Callable[[Violation], None] = lambda violation: None
+    ends: float = inf
+    cut_short: bool = False
     _seen: dict[Any, Violation | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -210,6 +223,9 @@ class Search:
         """
         key = tuple(recipes.items())
         if key not in self._seen:
+            if time.monotonic() > self.ends:
+                self.cut_short = True
+                return
             if self.kind is not None:
                 self.calls_to_shrink += 1
                 if self.calls_to_shrink > MOST_CALLS_TO_SHRINK:
@@ -230,6 +246,7 @@ class Search:
             violation.recipes = recipes
             if self.kind is None:
                 self.kind = violation.kind
+                self.on_first(violation)
             return violation
         except NotJudged as reason:
             self.passed_over, self.reason = self.passed_over + 1, reason

@@ -47,14 +47,20 @@ class Config:
     waivers: Mapping[str, Waiver] = field(default_factory=dict)
 
     def asked(
-        self, named: Sequence[str], level: str | None, examples: int | None, conventions: Mapping[str, str]
+        self,
+        named: Sequence[str],
+        level: str | None = None,
+        examples: int | None = None,
+        conventions: Mapping[str, str] | None = None,
+        supports: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Arguments of a check of the named implementation, where the command line says no more; what is declared of
         another implementation is left out."""
         run = {"level": str(level or self.level or "must"), "examples": examples or self.examples or 50}
         if not named or (self.implementation and not _same(named, self.implementation)):
-            return {**run, "conventions": conventions}
-        declared = {"conventions": {**self.conventions, **conventions}, "supports": self.supports}
+            return {**run, "conventions": conventions or {}, "supports": supports or {}, "waive": {}}
+        declared = {"conventions": {**self.conventions, **(conventions or {})}}
+        declared["supports"] = {**self.supports, **(supports or {})}
         return {**run, **declared, "waive": self.waivers}
 
 

@@ -1,5 +1,6 @@
 """The twelve operators: how each is called, what it returns, and an implementation's operator as a clause sees it."""
 
+import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -516,12 +517,18 @@ def _guarded(function: Callable[..., Any], *arguments: Any, **options: Any) -> A
     Raises:
         Raised: it raised.
     """
+    process = os.getpid()
     try:
         return function(*arguments, **options)
     except BaseException as exception:
         if isinstance(exception, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             raise  # the user's; in a process that ignores interrupts it is the implementation's
-        raise Raised(exception, _where(exception)) from exception
+        where = _where(exception)
+        traceback.clear_frames(exception.__traceback__)  # what its functions held, perhaps all memory, is free again
+        raise Raised(exception, where) from exception
+    finally:
+        if os.getpid() != process:  # the call forked, and its copy of this process came back too: it ends here
+            os._exit(0)
 
 
 def _arrived(result: Tensor, leaves: Mapping[str, Tensor], cotangent: Tensor) -> dict[str, Tensor]:

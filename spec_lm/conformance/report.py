@@ -1,5 +1,6 @@
 """What a check came to: outcomes, the report, and its file (JSON Lines: header, one outcome a line, footer)."""
 
+import contextlib
 import json
 import math
 from collections import Counter
@@ -181,11 +182,46 @@ def outcome_line(outcome: Outcome) -> dict[str, Any]:
     return {"kind": "outcome", **asdict(outcome)}
 
 
+def outcome_from(line: Mapping[str, Any]) -> Outcome:
+    """The outcome of a line that `outcome_line` made; entries that this version has no fields for are passed over."""
+    known = _known(line, Outcome)
+    return Outcome(**{**known, "worst": float(known.get("worst", 0.0))})
+
+
 def write_lines(file: TextIO, lines: Iterable[Mapping[str, Any]]) -> None:
     """Append lines to a report's file, each whole."""
     for line in lines:
         file.write(json.dumps(_plain(line), allow_nan=False) + "\n")
         file.flush()
+
+
+@dataclass
+class Tail:
+    """The lines of a file that another process writes.
+
+    Args:
+        path: of the file; it need not be there yet.
+        read: how many bytes have been read.
+    """
+
+    path: Path
+    read: int = 0
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """The whole lines that came since it was last asked; what is no JSON object is passed over."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.read)
+                written = file.read()
+        except FileNotFoundError:
+            return
+        whole = written[: written.rfind(b"\n") + 1]
+        self.read += len(whole)
+        for text in whole.splitlines():
+            with contextlib.suppress(ValueError):
+                line = json.loads(text)
+                if isinstance(line, dict):
+                    yield line
 
 
 def _plain(value: Any) -> Any:
@@ -224,9 +260,7 @@ def _read_line(reports: list[Report], line: str, error: Callable[[str], ReportEr
     elif kind not in ("outcome", "footer") or not reports:
         raise error(f"a line of kind {kind!r} before any header" if not reports else f"unknown kind {kind!r}")
     elif kind == "outcome":
-        known = _known(data, Outcome)
-        known["worst"] = float(known.get("worst", 0.0))
-        reports[-1] = Report(reports[-1].header, (*reports[-1].outcomes, Outcome(**known)), complete=False)
+        reports[-1] = Report(reports[-1].header, (*reports[-1].outcomes, outcome_from(data)), complete=False)
     else:
         last = reports[-1]
         causes = tuple(Cause(**_known(cause, Cause)) for cause in data.get("diagnosis", ()))

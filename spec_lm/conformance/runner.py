@@ -28,6 +28,7 @@ from spec_lm.conformance.clause import CLAUSES, Clause, Level, Search, nearest, 
 from spec_lm.conformance.diagnosis import diagnose
 from spec_lm.conformance.display import counterexample_of, evidence_of
 from spec_lm.conformance.implementation import BUILT_IN, Implementation, loaded
+from spec_lm.conformance.isolated import check_isolated
 from spec_lm.conformance.operators import OPERATORS, Call, Checked
 from spec_lm.conformance.report import Outcome, Report, ReportError, Status, UserError
 from spec_lm.conformance.reproduction import Recording, reproduction
@@ -54,7 +55,7 @@ class UsageError(UserError):
 @dataclass(frozen=True)
 class Settings:
     """How a check runs: examples a clause, seed, dtype, device, declared conventions and supports, whether a
-    counterexample is made smaller, and the failures that are accepted."""
+    counterexample is made smaller, the failures that are accepted, and the seconds that a clause may take."""
 
     examples: int = 50
     seed: int = 0
@@ -64,6 +65,7 @@ class Settings:
     supports: Mapping[str, Any] = field(default_factory=dict)
     shrink: bool = True
     waivers: Mapping[str, Waiver] = field(default_factory=dict)
+    timeout: float | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -101,10 +103,14 @@ def check(
     waive: Mapping[str, Any] | None = None,
     require: Iterable[str] = (),
     shard: str = "",
+    isolate: bool = False,
+    jobs: int | None = None,
+    timeout: float | None = None,
+    memory: float | None = None,
     on_start: Callable[[dict[str, Any]], None] = lambda header: None,
     on_outcome: Emit = lambda outcome: None,
 ) -> Report:
-    """Check an implementation against the clauses, in this process.
+    """Check an implementation against the clauses, in this process or, isolated, as the command line does.
 
     Args:
         implementation: a path, a module name, `operator=module:function` pairs, a module, a mapping or an object; by
@@ -121,6 +127,11 @@ def check(
         waive: failures that are accepted, by clause id: the reason, or a table of "reason" and "counterexample".
         require: operators that must be provided ("all": every one).
         shard: check only this part, as in "2/3": whole operators, about as long in each part.
+        isolate: check in other processes, one an operator, so that nothing the implementation does reaches this one or
+            hangs it; it must be given as text.
+        jobs: where isolated, how many operators are checked at a time; by default one a core, at most 4.
+        timeout: seconds a clause may take; where isolated 60 by default, and a call that does not return is ended.
+        memory: where isolated, GiB that a process may take beside torch; by default there is no limit.
         on_start: called with the report's header before the first clause runs.
         on_outcome: called with each outcome as it comes.
 
@@ -130,14 +141,22 @@ def check(
     Raises:
         ImplementationError: the implementation cannot be loaded.
         UsageError: an unknown operator, clause, level, dtype or device.
-        UserError: a waiver of an unknown clause, or without a reason.
+        UserError: a waiver of an unknown clause, or without a reason; or what is to be isolated is not given as text.
     """
-    settings = Settings(
-        examples, seed, dtype, device, conventions or {}, supports or {}, waivers=waivers_of(waive or {})
-    )
+    waivers = waivers_of(waive or {})
+    declared = (conventions or {}, supports or {})
+    settings = Settings(examples, seed, dtype, device, *declared, waivers=waivers, timeout=timeout)
+    operators, clauses, require = list(operators or ()), list(clauses or ()), list(require)
     chosen = select(operators, clauses, level)
     required = required_of(require, chosen)
     chosen, about = sharded(chosen, shard)
+    if isolate:
+        options = {"operator": operators, "clause": clauses, "level": level, "examples": examples, "seed": seed}
+        options |= {"dtype": dtype, "device": device, "convention": conventions or {}, "support": supports or {}}
+        options |= {"require": require, "shard": shard or None, "jobs": jobs, "timeout": timeout, "memory": memory}
+        return check_isolated(implementation, options, waivers, on_start, on_outcome)
+    if jobs or memory:
+        raise UsageError("jobs and memory are about processes of their own; say isolate=True")
     collected: list[Outcome] = []
 
     def emit(outcome: Outcome) -> None:
@@ -261,6 +280,14 @@ def in_order(clauses: Iterable[Clause]) -> list[Clause]:
     return sorted(clauses, key=lambda clause: (clause.name != SIGNATURE, not clause.feature))
 
 
+@dataclass(frozen=True)
+class Known:
+    """What the clauses of an operator have shown so far: features it lacks, and why the rest cannot be judged."""
+
+    without: tuple[str, ...] = ()
+    lost: str = ""
+
+
 class OperatorRun:
     """One operator under check, and what is known of it so far: whether it is there, its signature, what it lacks.
 
@@ -269,13 +296,19 @@ class OperatorRun:
         function: of the plain signature; None where it is not provided.
         settings: how the check runs.
         origin: of the function; where it is known, failures are written down in plain PyTorch.
+        known: what clauses showed that ran before, in another process.
     """
 
     def __init__(
-        self, operator: str, function: Callable[..., Any] | None, settings: Settings, origin: Origin | None = None
+        self,
+        operator: str,
+        function: Callable[..., Any] | None,
+        settings: Settings,
+        origin: Origin | None = None,
+        known: Known = Known(),
     ) -> None:
         self.settings, self.origin = settings, origin
-        self.domain = Domain(operator, settings.dtype, supports=settings.supports)
+        self.domain = Domain(operator, settings.dtype, without=frozenset(known.without), supports=settings.supports)
         unprovided = function or (lambda *arguments: None)
         self.checked = Checked(
             OPERATORS[operator], unprovided, settings.conventions, device=settings.device, supports=settings.supports
@@ -283,10 +316,18 @@ class OperatorRun:
         with settings_put_back():
             self.absent = "not provided" if function is None else why_absent(self.domain, self.checked)
         dtypes = settings.supports.get("dtype", (settings.dtype,))
-        self.lost = "" if settings.dtype in dtypes else f"its declared support has no {settings.dtype}"
+        self.lost = known.lost if settings.dtype in dtypes else f"its declared support has no {settings.dtype}"
 
-    def outcome(self, clause: Clause) -> Outcome:
-        """Run a clause, on what the clauses before it left of the domain."""
+    @property
+    def known(self) -> Known:
+        """What the clauses have shown so far."""
+        return Known(tuple(sorted(self.domain.without)), self.lost)
+
+    def outcome(self, clause: Clause, on_found: Emit = lambda outcome: None) -> Outcome:
+        """Run a clause, on what the clauses before it left of the domain.
+
+        `on_found` is told a failure as it was first seen, before a smaller counterexample is looked for.
+        """
         if self.absent:
             return outcome_of(clause, "absent", self.absent)
         if self.lost:
@@ -296,7 +337,7 @@ class OperatorRun:
         if waiver and pinned and pinned.outcome in ("fails", "error") and not decides(clause):
             return waiver.applied(pinned, pinned)
         with settings_put_back():
-            outcome, lacking = run_clause(clause, self.checked, self.domain, self.settings, self.origin)
+            outcome, lacking = run_clause(clause, self.checked, self.domain, self.settings, self.origin, on_found)
         self.domain = replace(self.domain, without=self.domain.without | lacking)
         if clause.name == SIGNATURE and outcome.outcome == "fails":
             self.lost = f"{clause.id} fails: {outcome.message}"
@@ -334,19 +375,32 @@ def why_absent(domain: Domain, checked: Checked) -> str:
 
 
 def run_clause(
-    clause: Clause, checked: Checked, domain: Domain, settings: Settings, origin: Origin | None = None
+    clause: Clause,
+    checked: Checked,
+    domain: Domain,
+    settings: Settings,
+    origin: Origin | None = None,
+    on_found: Emit = lambda outcome: None,
 ) -> tuple[Outcome, frozenset[str]]:
     """One clause's outcome, and the features it shows to be lacking; a failure of a function whose origin is known is
-    written down in plain PyTorch."""
+    written down in plain PyTorch, and `on_found` is told of it when it is first seen."""
     started = time.perf_counter()
     search = Search(clause, checked)
+    search.on_first = lambda violation: on_found(_failed(clause, search, violation))
+    if settings.timeout is not None:
+        search.ends = time.monotonic() + settings.timeout
     torch.manual_seed(settings.seed)
     violations: dict[str, Violation] = {}
     try:
         # A setting that calls change for good would hide from the next clause that they do.
         with quiet(), restored(SETTINGS):
             violations = _violations(clause, search, domain, settings)
-            outcome = _judged(clause, search, next(iter(violations.values()), None), origin)
+            violation = next(iter(violations.values()), None)
+            if search.cut_short:
+                found = _failed(clause, search, violation) if violation else None
+                outcome = cut_short(clause, found, too_long(settings.timeout))
+            else:
+                outcome = _judged(clause, search, violation, origin)
     except NotJudged as reason:
         outcome = outcome_of(clause, "not_judged", str(reason))
     except Exception:
@@ -427,9 +481,8 @@ def _searched(
 def _judged(clause: Clause, search: Search, violation: Violation | None, origin: Origin | None) -> Outcome:
     if search.reason is not None and search.judged <= 0 and violation is None:
         raise search.reason
-    seen = {"examples": search.judged, "worst": search.worst, "reached": dict(search.reached)}
     if violation is None:
-        return replace(outcome_of(clause, "holds", ""), **seen)
+        return replace(outcome_of(clause, "holds", ""), **_seen_by(search))
     recipes = violation.recipes or {}
     message = str(violation)
     if changing := search.is_nondeterministic(recipes, violation.kind):
@@ -443,13 +496,30 @@ def _judged(clause: Clause, search: Search, violation: Violation | None, origin:
         arguments = [dict(zip(search.checked.operator.parameters, call.arguments, strict=False)) for call in accepted]
         with contextlib.suppress(Exception):  # a failure is one, whether or not it can be written down
             code = reproduction(recording, search.checked, origin) if origin else ""
+    failed = _failed(clause, search, violation, *arguments)
+    return replace(failed, message=message, reproduction=code)
+
+
+def _failed(clause: Clause, search: Search, violation: Violation, *arguments: Mapping[str, Any]) -> Outcome:
+    """A failure as a violation tells it, without another call."""
     return replace(
-        outcome_of(clause, "fails", message),
-        counterexample=counterexample_of(recipes, *arguments),
+        outcome_of(clause, "fails", str(violation)),
+        counterexample=counterexample_of(violation.recipes or {}, *arguments),
         evidence=evidence_of(violation.evidence),
-        reproduction=code,
-        **seen,
+        **_seen_by(search),
     )
+
+
+def _seen_by(search: Search) -> dict[str, Any]:
+    return {"examples": search.judged, "worst": search.worst, "reached": dict(search.reached)}
+
+
+def cut_short(clause: Clause, found: Outcome | None, why: str) -> Outcome:
+    """What a clause came to that did not run to its end: a failure that was found before counts, though there may be a
+    smaller counterexample."""
+    if found is None:
+        return outcome_of(clause, "error", why)
+    return replace(found, message=f"{found.message} (not fully shrunk: {why})")
 
 
 def _recorded(search: Search, recipes: Mapping[str, Any], violation: Violation, changing: bool) -> Recording:
@@ -461,6 +531,11 @@ def _recorded(search: Search, recipes: Mapping[str, Any], violation: Violation, 
             violation = again
             break
     return Recording(violation, calls, search.earlier_calls(), changing, search.clause.name == NO_MEMORY)
+
+
+def too_long(timeout: float | None) -> str:
+    """Why a clause was cut short whose time was up."""
+    return f"it took longer than the time-out of {timeout:g} s"
 
 
 def outcome_of(clause: Clause, status: Status, message: str) -> Outcome:
@@ -578,11 +653,12 @@ def storage_elsewhere() -> Iterator[None]:
 @contextlib.contextmanager
 def preserved(seed: int) -> Iterator[None]:
     """Afterwards the caller's RNGs, default dtype, grad mode, threads, warnings filters, folder and environment are as
-    they were before; inside, torch runs on one thread and its RNG is seeded."""
+    they were before; inside, torch runs on one thread, its RNG is seeded, and an import leaves no compiled file."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     dtype, grad, threads = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
     deterministic, folder = torch.are_deterministic_algorithms_enabled(), os.getcwd()
     environment, limit = dict(os.environ), sys.getrecursionlimit()
+    writes_no_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=devices), np.errstate(), storage_elsewhere():
@@ -603,3 +679,4 @@ def preserved(seed: int) -> Iterator[None]:
             os.environ.clear()
             os.environ.update(environment)
         sys.setrecursionlimit(limit)
+        sys.dont_write_bytecode = writes_no_bytecode

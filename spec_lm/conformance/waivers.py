@@ -56,6 +56,21 @@ def is_needless(outcome: Outcome) -> bool:
     return outcome.outcome == "error" and outcome.message.startswith(_MEND)
 
 
+def toml_of(waivers: Mapping[str, Waiver]) -> str:
+    """The table `waivers` of a file, as `read_config` reads it."""
+    lines: list[str] = []
+    for clause, waiver in waivers.items():
+        lines += [f"[waivers.{_quoted(clause)}]", f"reason = {_quoted(waiver.reason)}"]
+        if waiver.recipes is not None:
+            lines.append(f"counterexample = {_quoted(json.dumps(waiver.recipes))}")
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    """TOML's basic strings escape as JSON's do, once no character needs two escapes."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def waivers_of(waive: Mapping[str, Any], where: str = "waive") -> dict[str, Waiver]:
     """Waivers by clause id: each given as its reason, or as a table of reason and counterexample.
 

@@ -1,32 +1,68 @@
 """`check` in child processes, one an operator: what strangers' code does to its process costs no other operator.
 
 Each child is forked from a process that has imported torch and the specification and has run nothing (where there is no
-fork, it is a new process).
+fork, one new process serves all operators). It leads a group of processes of its own, has nothing to read, prints into
+a file, and appends what it comes to, a line at a time, to another. The parent reads the lines; when the child has come
+to its end, died, or taken too long, it ends the child and whatever that has started; and where clauses of an operator
+are left it starts one more. Nothing is unpickled from a child.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
-from multiprocessing import forkserver
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from multiprocessing import connection, forkserver
 from multiprocessing.context import BaseContext
-from typing import Any, cast
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
 
-from pebble import ProcessExpired, concurrent
+from spec_lm.conformance.report import (
+    Outcome,
+    Report,
+    Tail,
+    UserError,
+    outcome_from,
+    outcome_line,
+    printable,
+    write_lines,
+)
 
-from spec_lm.conformance.report import Outcome, Report
+if TYPE_CHECKING:
+    from spec_lm.conformance.clause import Clause
+    from spec_lm.conformance.runner import Known
 
 MOST_JOBS = 4
+TIMEOUT = 60.0
+_TO_START = 120.0  # seconds, for torch to be imported on a busy machine
+_TO_DIE = 5.0  # seconds, for the system to end what was killed
+_POLL = 0.02
+_MOST_PRINTED = 2**20
+_LINES, _PRINTED = "lines.jsonl", "printed"
+# An index outside a table ends the context of a device, and with it every later call in that process.
+ENDS_A_CONTEXT = (
+    "ids_outside_are_refused",
+    "negative_ids_are_refused",
+    "id_outside_the_vocabulary_is_refused",
+    "over_long_input_is_refused",
+    "refuses_a_position_outside_max_seq_len",
+    "refuses_a_sequence_over_max_seq_len",
+)
 
 
 def start() -> None:
     """Begin to import torch and the specification, in the process that children are forked from."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the oracle's matrices are tiny; children inherit this
     if _forks():
-        _context().set_forkserver_preload(["spec_lm.conformance.preload"])  # type: ignore[attr-defined]
+        context().set_forkserver_preload(["spec_lm.conformance.preload"])  # type: ignore[attr-defined]
         forkserver.ensure_running()
 
 
@@ -35,55 +71,121 @@ def default_jobs() -> int:
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, MOST_JOBS)
 
 
+def context() -> BaseContext:
+    """What children are started with."""
+    return multiprocessing.get_context("forkserver" if _forks() else "spawn")
+
+
 def _forks() -> bool:
     return "forkserver" in multiprocessing.get_all_start_methods() and sys.platform == "linux"
 
 
-def _context() -> BaseContext:
-    return multiprocessing.get_context("forkserver" if _forks() else "spawn")
+# ------------------------------------------------------------------------------------------------------ in the child
 
 
 @dataclass(frozen=True)
 class Job:
-    """The clauses of one operator of one implementation; with no operator, its header alone."""
+    """Clauses to run on an implementation, in a process of their own.
+
+    Args:
+        implementation: as text.
+        settings: of the run.
+        level: of the run, for the header.
+        folder: where its lines and what it prints go.
+        clauses: their ids in order, those of one operator together.
+        memory: how many bytes it may take beside what it begins with; None for no limit.
+        known: what earlier clauses of its first operator have shown.
+    """
 
     implementation: Any
     settings: Any
     level: str
-    operator: str = ""
+    folder: Path
     clauses: tuple[str, ...] = ()
+    memory: int | None = None
+    known: "Known | None" = None
 
-    def run(self) -> tuple[dict[str, Any], list[Outcome]]:
-        """The header, and the outcomes in their order."""
-        keep_to_itself(silent=bool(self.operator))
+    def run(self) -> None:
+        """Write the header and every outcome, a line each as it comes, and end the process."""
+        code = 1
+        try:
+            # Where the folder is gone, so is the parent.
+            with contextlib.suppress(FileNotFoundError), open(self.folder / _LINES, "a", encoding="utf-8") as file:
+                self._keep_to_itself()
+                write_lines(file, [{"kind": "process", "parent": os.getppid()}])
+                self._run(lambda line: write_lines(file, [line]))
+                write_lines(file, [{"kind": "end"}])
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)  # without a wait for threads, or a word from what was registered for the end
+
+    def _keep_to_itself(self) -> None:
+        os.environ["TMPDIR"] = tempfile.tempdir = str(self.folder)
+        if hasattr(os, "setsid"):
+            os.setsid()
+        keep_to_itself(self.folder / _PRINTED)
+        if sys.platform == "linux":
+            _limit(self.memory)
+
+    def _run(self, write: Callable[[dict[str, Any]], None]) -> None:
         from spec_lm.conformance.clause import CLAUSES
-        from spec_lm.conformance.implementation import loaded
-        from spec_lm.conformance.runner import header_of, preserved, run_operator
+        from spec_lm.conformance.implementation import ImplementationError, loaded
+        from spec_lm.conformance.runner import Known, OperatorRun, header_of, preserved
 
-        outcomes: list[Outcome] = []
-        with preserved(self.settings.seed), loaded(self.implementation) as subject:
-            settings = self.settings.declared_by(subject)
-            header = header_of(subject, settings, self.level)
-            if self.operator:
-                chosen = [CLAUSES[clause_id] for clause_id in self.clauses]
-                run_operator(self.operator, chosen, subject, settings, outcomes.append)
-        return header, outcomes
+        known = self.known or Known()
+        try:
+            with preserved(self.settings.seed), loaded(self.implementation) as subject:
+                settings = self.settings.declared_by(subject)
+                write({"kind": "header", **header_of(subject, settings, self.level)})
+                for operator, ids in groupby(self.clauses, _operator):
+                    run = None
+                    for clause_id in ids:
+                        write({"kind": "begins", "clause": clause_id})
+                        if run is None:  # it makes a call, which counts as the first clause's
+                            provided = subject.functions.get(operator), settings, subject.origins.get(operator)
+                            run, known = OperatorRun(operator, *provided, known), Known()
+                        outcome = run.outcome(
+                            CLAUSES[clause_id], lambda found: write({**outcome_line(found), "kind": "found"})
+                        )
+                        write({**outcome_line(outcome), "without": run.known.without, "lost": run.known.lost})
+        except ImplementationError as error:
+            write({"kind": "unloadable", "message": str(error)})
 
 
-def keep_to_itself(silent: bool) -> None:
-    """What the process prints, below Python too, does not reach the parent's stdout; an interrupt is the parent's."""
+def keep_to_itself(printed: Path | str = os.devnull) -> None:
+    """An interrupt is the parent's; there is nothing to read; and what is printed, below Python too, goes to a file."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere if silent else 2, 1)
-    if silent:
-        os.dup2(nowhere, 2)
-    os.close(nowhere)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number, target in enumerate((nothing, file, file)):
+        os.dup2(target, number)
+    os.close(nothing)
+    os.close(file)
+
+
+def _limit(memory: int | None) -> None:
+    """A limit of memory, if any; and where the system has none left, it is this process that ends."""
+    import resource
+
+    Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    if memory is not None:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        limit = pages * resource.getpagesize() + memory
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+# ----------------------------------------------------------------------------------------------------- in the parent
 
 
 def check_in_workers(
     implementation: Any,
     *,
     jobs: int,
+    timeout: float = TIMEOUT,
+    memory: float | None = None,
     operators: Iterable[str] | None = None,
     clauses: Iterable[str] | None = None,
     level: str = "must",
@@ -103,73 +205,369 @@ def check_in_workers(
 
     Args:
         implementation: as text: a path, a module name or pairs. A live object cannot be sent to another process.
-        jobs: how many operators are checked at a time; the other arguments are `runner.check`'s.
+        jobs: how many operators are checked at a time.
+        timeout: seconds a clause may take, and loading the implementation.
+        memory: GiB that a process may take beside what torch takes; None for no limit.
+        operators: these and all others are `runner.check`'s.
 
     Raises:
         ImplementationError: the implementation cannot be loaded.
         UsageError: an unknown operator, clause, level, dtype or device.
+        UserError: there is no folder for temporary files.
     """
     from spec_lm.conformance.diagnosis import diagnose
-    from spec_lm.conformance.runner import Settings, by_operator, required_of, select, sharded
+    from spec_lm.conformance.runner import Settings, required_of, select, sharded
     from spec_lm.conformance.waivers import waivers_of
 
-    settings = Settings(
-        examples, seed, dtype, device, conventions or {}, supports or {}, waivers=waivers_of(waive or {})
-    )
+    declared, waivers = (conventions or {}, supports or {}), waivers_of(waive or {})
+    settings = Settings(examples, seed, dtype, device, *declared, waivers=waivers, timeout=timeout)
     chosen = select(operators, clauses, level)
     required = required_of(require, chosen)
     chosen, about = sharded(chosen, shard)
-    header, _ = launch(Job(implementation, settings, level)).result()
-    header |= about | {"required": list(required)}
-    on_start(header)
     outcomes: list[Outcome] = []
-    groups = by_operator(chosen)
-    work = [Job(implementation, settings, level, name, tuple(c.id for c in group)) for name, group in groups.items()]
-    for outcome in _in_order(work, jobs):
+    header: dict[str, Any] = {}
+
+    def begin(loaded: dict[str, Any]) -> None:
+        header.update(loaded | about | {"required": list(required)})
+        on_start(header)
+
+    def emit(outcome: Outcome) -> None:
         outcomes.append(outcome)
         on_outcome(outcome)
+
+    with _temporary_folder() as folder:
+        template = Job(implementation, settings, level, folder, memory=None if memory is None else int(memory * 2**30))
+        pool = _Pool([_Worker(template, batches) for batches in batches_of(chosen, device)], jobs, begin)
+        try:
+            with contextlib.closing(pool.outcomes()) as coming:
+                for outcome in coming:
+                    emit(outcome)
+        except KeyboardInterrupt:
+            for outcome in pool.known():
+                emit(outcome)
+            raise
     return Report(header, tuple(outcomes), required, diagnosis=diagnose(outcomes))
 
 
-def launch(job: Any) -> Future:
-    """Begin `job.run()` in a child process."""
-    in_child = cast(Any, concurrent.process)(context=_context(), daemon=True)
-    return in_child(job.run)()
+def batches_of(clauses: list["Clause"], device: str) -> list[list[tuple[str, ...]]]:
+    """The ids of the clauses as processes take them: for each worker its batches, each a process's, in turn.
 
-
-def _in_order(work: list[Job], jobs: int) -> Iterator[Outcome]:
-    """The outcomes in the order of the work, whatever ends first.
-
-    One slot works from the front, so that the first outcomes come soon; the others from the back, where the long ones
-    are, so that none is left for the end.
+    A worker takes an operator; where there is no fork, all of them. Not on the CPU, a clause that may end the device's
+    context comes last, in a process of its own.
     """
-    waiting, running, done = list(work), dict[Future, Job](), dict[str, list[Outcome]]()
-    front: Future | None = None
+    from spec_lm.conformance.runner import by_operator, in_order
+
+    groups = [tuple(clause.id for clause in in_order(group)) for group in by_operator(clauses).values()]
+    return [_batches(group, device) for group in (groups if _forks() else [tuple(chain(*groups))])]
+
+
+def _batches(ids: tuple[str, ...], device: str) -> list[tuple[str, ...]]:
+    alone = [each for each in ids if device != "cpu" and each.partition(".")[2] in ENDS_A_CONTEXT]
+    together = tuple(each for each in ids if each not in alone)
+    return [batch for batch in (together, *((each,) for each in alone)) if batch]
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[Path]:
     try:
-        for job in work:
-            while job.operator not in done:
-                while waiting and len(running) < jobs:
-                    takes_front = front not in running
-                    launched = waiting.pop(0 if takes_front else -1)
-                    future = launch(launched)
-                    running[future] = launched
-                    front = future if takes_front else front
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    ended = running.pop(future)
-                    done[ended.operator] = _outcomes(ended, future)
-            yield from done[job.operator]
+        folder = tempfile.TemporaryDirectory(prefix="spec_lm-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UserError(f"cannot write temporary files: {error}; set TMPDIR to a folder with room") from error
+    with folder as name:
+        yield Path(name)
+
+
+class _Pool:
+    """Workers, some at a time.
+
+    Args:
+        workers: in the order in which their outcomes are wanted.
+        jobs: how many run at a time.
+        on_header: told the report's header, once it is known.
+    """
+
+    def __init__(self, workers: list["_Worker"], jobs: int, on_header: Callable[[dict[str, Any]], None]) -> None:
+        self.workers, self.jobs, self.on_header = workers, jobs, on_header
+        self._waiting, self._running = list(workers), list[_Worker]()
+        self._front: _Worker | None = None
+        self._is_loaded = False
+
+    def outcomes(self) -> Generator[Outcome]:
+        """The outcomes in the order of the workers, each as soon as it and all before it are there."""
+        try:
+            for worker in self.workers:
+                while not worker.done:
+                    self._step()
+                    yield from worker.take()
+                yield from worker.take()
+        finally:
+            for worker in self.workers:
+                worker.end()
+
+    def known(self) -> Iterator[Outcome]:
+        """The outcomes that are there and were not asked for in turn."""
+        for worker in self.workers if self._is_loaded else ():
+            yield from worker.take()
+
+    def _step(self) -> None:
+        """Let everything that runs come a little further.
+
+        One slot works from the front, so that the first outcomes come soon; the others from the back, where the long
+        ones are, so that none is left for the end.
+        """
+        while self._waiting and len(self._running) < self.jobs:
+            takes_front = self._front not in self._running
+            self._running.append(self._waiting.pop(0 if takes_front else -1))
+            self._front = self._running[-1] if takes_front else self._front
+            self._running[-1].begin()
+        connection.wait([worker.sentinel for worker in self._running], timeout=_POLL)
+        for worker in self._running:
+            worker.step()
+            if not self._is_loaded:
+                self._load(worker)
+        self._running = [worker for worker in self._running if not worker.done]
+
+    def _load(self, worker: "_Worker") -> None:
+        if worker.header is not None:
+            self._is_loaded = True
+            self.on_header(worker.header)
+        elif worker.unloadable:
+            from spec_lm.conformance.implementation import ImplementationError
+
+            raise ImplementationError(worker.unloadable)
+
+
+class _Worker:
+    """A group of clauses and the processes that run it, one after the other.
+
+    Args:
+        template: what all jobs share.
+        batches: the ids of the clauses, each batch for a process; of one operator they stand together.
+    """
+
+    def __init__(self, template: Job, batches: list[tuple[str, ...]]) -> None:
+        self.header: dict[str, Any] | None = None
+        self.unloadable = ""
+        self._template, self._batches = template, batches
+        self._child: _Child | None = None
+        self._outcomes: list[Outcome] = []
+        self._begun, self._found = "", cast("Outcome | None", None)
+        self._known: dict[str, Known] = {}
+        self._deaths: Counter[str] = Counter()
+
+    @property
+    def done(self) -> bool:
+        """Whether every clause has its outcome."""
+        return not self._batches
+
+    @property
+    def sentinel(self) -> int:
+        """What becomes ready when the process ends."""
+        return cast(_Child, self._child).process.sentinel
+
+    def take(self) -> list[Outcome]:
+        """The outcomes that came since it was last asked."""
+        taken, self._outcomes = self._outcomes, []
+        return taken
+
+    def begin(self) -> None:
+        """Start a process for the first of the batches that are left."""
+        folder = Path(tempfile.mkdtemp(dir=self._template.folder))
+        self._begun, self._found = "", None
+        batch, known = self._batches[0], self._known.get(_operator(self._next))
+        self._child = _Child(replace(self._template, folder=folder, clauses=batch, known=known))
+
+    def step(self) -> None:
+        """Take in what the process wrote; where it has ended or takes too long, see to what is left."""
+        child = cast(_Child, self._child)
+        alive = child.process.is_alive()  # asked first: what it wrote before its end is there
+        self._read(child)
+        if child.has_ended or not alive:
+            self._gone(child, "" if child.has_ended else child.death())
+        elif child.is_late(self._template.settings.timeout):
+            self._gone(child, _too_long(self._template.settings.timeout))
+
+    def end(self) -> None:
+        """End its process, whatever that does; what it wrote before counts."""
+        if self._child is not None:
+            self._child.end()
+            self._read(self._child)
+            self._child = None
+
+    def _read(self, child: "_Child") -> None:
+        for line in child.lines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # it is none of ours
+                self._take_in(line)
+
+    def _take_in(self, line: dict[str, Any]) -> None:
+        kind = line.pop("kind")
+        if kind == "header":
+            self.header = line
+        elif kind == "unloadable":
+            self.unloadable = str(line["message"])
+        elif kind == "begins":
+            self._begun = line["clause"]
+        elif kind == "found":
+            self._found = self._found or outcome_from(line)
+        elif kind == "outcome" and self._batches and line["clause"] == self._next:
+            from spec_lm.conformance.runner import Known
+
+            outcome = outcome_from(line)
+            self._known[outcome.operator] = Known(tuple(line["without"]), line["lost"])
+            self._came_to(outcome)
+
+    @property
+    def _next(self) -> str:
+        """The first clause that has no outcome yet."""
+        return self._batches[0][0]
+
+    def _came_to(self, outcome: Outcome) -> None:
+        self._outcomes.append(outcome)
+        self._begun, self._found = "", None
+        self._batches = [ids for ids in (self._batches[0][1:], *self._batches[1:]) if ids]
+
+    def _gone(self, child: "_Child", why: str) -> None:
+        """The process has come to its end, or why it has not; go on where clauses are left."""
+        batch = child.job.clauses
+        self.end()
+        if not self._batches:
+            return
+        if self._next in batch:
+            self._died(why or self.unloadable or "it ended early")
+        if self._batches:
+            self.begin()
+
+    def _died(self, why: str) -> None:
+        """The clause that was running has its outcome; after a second death within its operator, so have the others."""
+        if self.header is None and not self.unloadable:
+            name = printable(str(self._template.implementation))
+            self.unloadable = f"{name} cannot be imported: {why}; try to import it in a Python of its own"
+        operator = _operator(self._next)
+        self._deaths[operator] += 1
+        if self._begun == self._next:
+            self._came_to(_cut_short(self._next, self._found, why))
+        if self._deaths[operator] > 1:
+            while self._batches and _operator(self._next) == operator:
+                self._came_to(_cut_short(self._next, None, f"not run: its process ended twice; the last time {why}"))
+
+
+class _Child:
+    """A process that runs a job, and what it has written."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.has_ended = False
+        self.process = cast(Any, context()).Process(target=job.run)
+        self._written = Tail(job.folder / _LINES)
+        self._is_running = False
+        self._is_forked, self._server = _forks(), cast("int | None", None)
+        self._since = time.monotonic()
+        with _without_main():
+            self.process.start()
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """The lines that it has written since it was last asked."""
+        for line in self._written.lines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # it is none of ours
+                self._note(line)
+                yield line
+        self._cap_what_it_prints()
+
+    def _note(self, line: dict[str, Any]) -> None:
+        kind = line.get("kind")
+        if kind == "process":
+            self._is_running, self._server = True, int(line["parent"]) if self._is_forked else None
+        self.has_ended = self.has_ended or kind == "end"
+        if kind != "found":  # what was found leaves its clause no more time
+            self._since = time.monotonic()
+
+    def is_late(self, timeout: float) -> bool:
+        """Whether what it does now takes too long: to begin, to load the implementation, or a clause.
+
+        It ends a clause itself when its time is up, between two calls; that which has begun is given a little more.
+        """
+        more = max(1.0, timeout / 4) if self._is_running else _TO_START
+        return time.monotonic() - self._since > timeout + more
+
+    def death(self) -> str:
+        """How a process that is gone has ended, with the last of what it printed."""
+        code = self.process.exitcode
+        how = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
+        printed = self._last_printed()
+        return f"its process ended with {how}" + (f"; the last it printed: {printed}" if printed else "")
+
+    def _last_printed(self, longest: int = 300) -> str:
+        with contextlib.suppress(OSError), open(self.job.folder / _PRINTED, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 4 * longest))
+            text = file.read().decode("utf-8", "replace")
+            return printable(" ".join(text.split()))[-longest:]
+        return ""
+
+    def _cap_what_it_prints(self) -> None:
+        """It appends, so that nothing changes for it where all of it is thrown away."""
+        with contextlib.suppress(OSError):
+            if os.stat(self.job.folder / _PRINTED).st_size > _MOST_PRINTED:
+                os.truncate(self.job.folder / _PRINTED, 0)
+
+    def end(self) -> None:
+        """Kill it, its group, and whatever it has started."""
+        if hasattr(os, "killpg"):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it leads none yet, or none is left
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join(_TO_DIE)
+        while self._server is not None and (strays := _strays(self._server)):
+            for pid in strays:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_POLL)
+
+
+def _strays(server: int) -> list[int]:
+    """What is below the process that children are forked from, and below no child that runs: it inherits what children
+    leave behind."""
+    parents = dict(_parents())
+    children = {process.pid for process in multiprocessing.active_children()}
+    strays = []
+    for pid in parents:
+        above = [pid]
+        while above[-1] in parents and above[-1] != server:
+            above.append(parents[above[-1]])
+        if above[-1] == server and len(above) > 1 and above[-2] not in children:
+            strays.append(pid)
+    return strays
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    """Every process and its parent; what has ended and waits to be noticed is none."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            state, parent = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                yield int(folder.name), int(parent)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """A child has no use for the program that runs here, and does not import it."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        yield
     finally:
-        for future in running:
-            future.cancel()
+        sys.modules["__main__"] = main
 
 
-def _outcomes(job: Job, future: Future) -> list[Outcome]:
-    try:
-        return future.result()[1]
-    except ProcessExpired as death:
-        why = f"its process ended with exit code {death.exitcode}"
-    except (KeyboardInterrupt, SystemExit) as raised:  # by the implementation: the child itself is not interrupted
-        why = f"it raised {type(raised).__name__} outside a call"
-    from spec_lm.conformance.runner import known_clause, outcome_of
+def _operator(clause_id: str) -> str:
+    return clause_id.partition(".")[0]
 
-    return [outcome_of(known_clause(clause_id), "error", why) for clause_id in job.clauses]
+
+def _cut_short(clause_id: str, found: Outcome | None, why: str) -> Outcome:
+    from spec_lm.conformance.runner import cut_short, known_clause
+
+    return cut_short(known_clause(clause_id), found, why)
+
+
+def _too_long(timeout: float) -> str:
+    from spec_lm.conformance.runner import too_long
+
+    return too_long(timeout)

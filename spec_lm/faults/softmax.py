@@ -196,7 +196,7 @@ def keepdim_forgotten(x, dim):
     SOFTMAX,
     family="axis",
     does="a square matrix is normalized over its first axis",
-    detected_by=("slices_do_not_see_each_other", "ratios_are_exponentials_of_differences"),
+    detected_by="slices_do_not_see_each_other",
     mistake="Where sizes coincide no shape tells that the matrix was transposed for a kernel, and never back.",
 )
 def first_axis_of_a_square_matrix(x, dim):

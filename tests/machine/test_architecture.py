@@ -41,6 +41,7 @@ RANKS = {
     "spec_lm.conformance.shards": 4,
     "spec_lm.conformance.waivers": 4,
     "spec_lm.conformance.config": 4,
+    "spec_lm.conformance.isolated": 5,
     "spec_lm.conformance.runner": 5,
     "spec_lm.conformance.preload": 5,
     "spec_lm.conformance.workers": 5,

@@ -1,5 +1,6 @@
 """The command line keeps its contract: what it prints, what it writes, and its exit codes."""
 
+import errno
 import json
 import os
 import subprocess
@@ -8,6 +9,8 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+
+from spec_lm import cli
 
 HOLDS = ("softmax=torch:softmax", "--operator", "softmax", "--examples", "4")
 NAIVE = """
@@ -102,6 +105,9 @@ def test_an_implementation_without_what_was_asked_for_exits_with_2(spec_lm_comma
         (("empty.py",), "provides no operator"),
         (("--report", "folder"), "cannot write folder"),
         (("--junit", "folder/none/x.xml"), "cannot write folder/none/x.xml"),
+        (("--in-process", "--memory", "1"), "--jobs and --memory are about processes of their own"),
+        (("--support", "d_head=sixty"), "--support d_head=sixty: write the value as JSON"),
+        (("--support", "d_head"), "--support d_head: write it as name=value"),
     ],
 )
 def test_what_the_user_can_mend_is_one_message_without_a_traceback(spec_lm_command, write, tmp_path, arguments, said):
@@ -158,6 +164,45 @@ def test_outcomes_are_in_the_report_as_they_come(spec_lm_command, write):
     )
     chosen = ("--clause", "softmax.sums_to_one", "--clause", "silu.agrees_with_the_oracle", "--examples", "1")
     assert spec_lm_command("check", "adapters.py", *chosen, "--report", "out.jsonl", "--jobs", "1").code == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no file that is always full")
+def test_a_full_disk_is_told_at_the_start(spec_lm_command):
+    ran = spec_lm_command("check", *HOLDS, "--report", "/dev/full")
+    assert ran.code == 2
+    assert ran.err == "spec-lm: cannot write /dev/full: No space left on device; make room, or give another path\n"
+    assert "hold" not in ran.out
+
+
+def test_a_disk_that_becomes_full_is_told_and_the_check_goes_on(spec_lm_command, monkeypatch):
+    """The verdict is printed; but the report that was asked for is not whole, which is an error."""
+
+    def write_lines(file, lines):
+        if lines[0]["kind"] != "header":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cli, "write_lines", write_lines)
+    ran = spec_lm_command("check", *HOLDS, "--report", "out.jsonl")
+    assert ran.code == 2
+    assert ran.err.splitlines() == [
+        "spec-lm: cannot write out.jsonl: No space left on device; it is not complete",
+        "spec-lm: cannot write .spec-lm/last.jsonl: No space left on device; it is not complete",
+    ]
+    assert ran.last_line.startswith("softmax=torch:softmax conforms")
+
+
+@pytest.mark.parametrize("how", [("--jobs", "2"), ("--in-process",)])
+def test_a_check_leaves_nothing_in_the_folder_but_the_last_report(spec_lm_command, write, tmp_path, how):
+    write("adapters.py", f"    import helper\n{NAIVE}")
+    write("helper.py", "")
+    assert spec_lm_command("check", "adapters.py", *FAILS, *how).code == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".spec-lm", "adapters.py", "helper.py"]
+    assert sorted(path.name for path in (tmp_path / ".spec-lm").iterdir()) == [".gitignore", "last.jsonl"]
+
+
+def test_a_declared_support_narrows_what_is_drawn(spec_lm_command):
+    assert spec_lm_command("check", *HOLDS, "--clause", "softmax.any_dim", "--support", "n=[3]").code == 0
+    assert lines_of(Path(".spec-lm/last.jsonl"))[0]["supports"] == {"n": [3]}
 
 
 def test_the_last_report_is_kept_out_of_version_control(spec_lm_command):

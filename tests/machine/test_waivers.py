@@ -10,9 +10,9 @@ import torch
 import spec_lm
 from spec_lm import CLAUSES
 from spec_lm.conformance.report import UserError
-from spec_lm.conformance.waivers import waivers_of
+from spec_lm.conformance.waivers import toml_of, waivers_of
 
-CLAUSE = "softmax.large_inputs_stay_finite"
+CLAUSE, FLAT = "softmax.large_inputs_stay_finite", "softmax.shift_invariance"
 NAIVE = """
 calls = 0
 def run_softmax(in_features, dim):
@@ -109,6 +109,18 @@ def test_a_waived_feature_still_leaves_the_draws_of_the_other_clauses():
 def test_what_is_absent_stays_so(pinned):
     report = spec_lm.check({"silu": torch.nn.functional.silu}, clauses=[CLAUSE], waive=pinned)
     assert report[CLAUSE].outcome == "absent"
+
+
+def test_an_isolated_check_takes_its_waivers_and_no_projects(write, monkeypatch, tmp_path, pinned):
+    """Even a reason that is no plain text, and where the current folder declares others."""
+    monkeypatch.chdir(tmp_path)
+    write("adapters.py", NAIVE)
+    write("pyproject.toml", f'[tool.spec-lm.waivers]\n"{FLAT}" = {{reason = "not asked for"}}\n')
+    waive = {CLAUSE: {**pinned[CLAUSE], "reason": 'it\'s "small"\\ \x7f\x1b\n é'}}
+    report = spec_lm.check("adapters.py", clauses=[CLAUSE, FLAT], examples=10, waive=waive, isolate=True)
+    assert [outcome.outcome for outcome in report] == ["waived", "fails"]
+    assert report[CLAUSE].message.startswith('it\'s "small"\\ \x7f\x1b\n é (seen: ')
+    assert toml_of({}).strip() == ""
 
 
 # ----------------------------------------------------------------------------------------------------------- their form
