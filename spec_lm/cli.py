@@ -1,4 +1,4 @@
-"""The command line: `spec-lm check`, `clauses`, `explain`, `replay` and `faults`.
+"""The command line: `spec-lm check`, `clauses`, `explain` and `faults`; the other commands lie in `commands/`.
 
 A thin front end: it prints what the runner emits. Nothing heavy is imported before a command needs it, so that
 `spec-lm --help` answers at once.
@@ -19,17 +19,19 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 import spec_lm
-from spec_lm.conformance.report import Outcome, Report, UserError, outcome_line, printable, read_reports, write_lines
+from spec_lm.commands import projects, reports
+from spec_lm.commands.console import ERROR, mendable, new_console, print_failure, print_text, say, written
+from spec_lm.conformance.report import Outcome, Report, UserError, outcome_line, write_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
     from spec_lm.conformance.clause import Clause
+    from spec_lm.conformance.config import Config
 
 LAST = Path(".spec-lm/last.jsonl")
 FAULTS_EXPLAINED = 10
-ERROR = 2
 
 app = typer.Typer(
     add_completion=False,
@@ -84,12 +86,16 @@ def check(
             show_default=False,
         ),
     ] = None,
-    level: Annotated[Level, typer.Option(help="MUST clauses alone, or SHOULD clauses as well.")] = Level.must,
+    level: Annotated[
+        Level | None, typer.Option(help="MUST clauses alone (the default), or SHOULD clauses as well.")
+    ] = None,
     operator: Annotated[
         list[str] | None, typer.Option(metavar="OP", help="Check this operator only; repeatable.")
     ] = None,
     clause: Annotated[list[str] | None, typer.Option(metavar="ID", help="Check this clause only; repeatable.")] = None,
-    examples: Annotated[int, typer.Option(min=1, help="Examples drawn for each clause.")] = 50,
+    examples: Annotated[
+        int | None, typer.Option(min=1, help="Examples drawn for each clause, 50 by default.", show_default=False)
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of all draws: the same seed gives the same report.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="Where the arguments lie: cpu, cuda, ..")] = "cpu",
@@ -104,12 +110,19 @@ def check(
         list[str] | None,
         typer.Option(metavar="OP|all", help="Exit with 2 where this operator is not provided; repeatable."),
     ] = None,
+    shard: Annotated[
+        str,
+        typer.Option(metavar="I/N", help="Check only part I of N; `spec-lm merge` joins the parts."),
+    ] = "",
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Operators checked at a time; by default one a core, at most 4.")
     ] = None,
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Check in this process, for debuggers; else each operator has its own.")
     ] = False,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Read [tool.spec-lm] there, not in the nearest pyproject.toml.")
+    ] = None,
     timeout: Annotated[
         float | None,
         typer.Option(metavar="S", min=0.1, help="Seconds a clause may take, 60 by default.", show_default=False),
@@ -134,13 +147,13 @@ def check(
     Exit code: 0 all hold, 1 a clause fails, 2 it could not be checked (an error, interrupted, nothing or not everything
     required provided).
     """
-    with _mendable(), _ended_as_interrupted(), contextlib.ExitStack() as files:
-        asked: dict[str, Any] = {"operators": operator, "clauses": clause, "level": level.value, "examples": examples}
-        asked |= {"seed": seed, "dtype": dtype, "device": device, "require": require or ()}
-        asked["conventions"] = dict(_pair("--convention", each) for each in convention or ())
-        asked["supports"] = dict(_support(each) for each in support or ())
-        sinks = [_Sink(report, files.enter_context(_written(report)), required=True)] if report else []
-        xml = files.enter_context(_written(junit)) if junit else None
+    with mendable(), _ended_as_interrupted(), contextlib.ExitStack() as files:
+        asked: dict[str, Any] = {"operators": operator, "clauses": clause, "seed": seed, "dtype": dtype}
+        asked |= {"device": device, "require": require or (), "shard": shard}
+        conventions = dict(_pair("--convention", each) for each in convention or ())
+        supports = dict(_support(each) for each in support or ())
+        sinks = [_Sink(report, files.enter_context(written(report)), required=True)] if report else []
+        xml = files.enter_context(written(junit)) if junit else None
         again = report
         if report and report.resolve() == LAST.resolve():
             again = LAST
@@ -148,8 +161,11 @@ def check(
             sinks.append(_Sink(LAST, last))
             again = LAST
         how = _how(in_process, jobs, timeout, memory, device)
-        checks = _Checks(_console(), sinks, asked, quiet, all_failures, str(again) if again else "", how)
-        codes = [checks.one(each) for each in _grouped(implementations or [])]
+        declared = _declared(config)
+        named = implementations or list(declared.implementation)
+        asked |= declared.asked(named, level, examples, conventions, supports)
+        checks = _Checks(new_console(), sinks, asked, quiet, all_failures, str(again) if again else "", how)
+        codes = [checks.one(each) for each in _grouped(named)]
         if xml is not None:
             _write_junit(xml, checks.reports)
     is_whole = not checks.interrupted and not any(sink.required and sink.has_failed for sink in sinks)
@@ -191,6 +207,13 @@ def _how(
     return partial(workers.check_in_workers, jobs=jobs, timeout=timeout or workers.TIMEOUT, memory=memory)
 
 
+def _declared(path: Path | None) -> "Config":
+    """What the project declares; reading it takes the register of clauses."""
+    from spec_lm.conformance.config import read_config
+
+    return read_config(path)
+
+
 def _pair(option: str, text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
@@ -216,22 +239,6 @@ def _grouped(arguments: list[str]) -> list[Any]:
         elif pairs not in grouped:
             grouped.append(pairs)
     return grouped
-
-
-@contextlib.contextmanager
-def _written(path: Path) -> Iterator[TextIO]:
-    """A file to write to, opened before anything runs, so that a wrong path is told at once."""
-    try:
-        file = path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
-    try:
-        yield file
-    finally:
-        try:
-            file.close()
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 @dataclass
@@ -262,7 +269,7 @@ class _Sink:
             why = f"cannot write {self.path}: {error.strerror}"
             if self.required and line["kind"] == "header":
                 raise UserError(f"{why}; make room, or give another path") from error
-            _say(f"spec-lm: {why}; it is not complete")
+            say(f"spec-lm: {why}; it is not complete")
 
 
 def _last_file(files: contextlib.ExitStack) -> TextIO | None:
@@ -274,7 +281,7 @@ def _last_file(files: contextlib.ExitStack) -> TextIO | None:
             ignored.write_text("*\n", encoding="utf-8")
         return files.enter_context(LAST.open("w", encoding="utf-8"))
     except OSError as error:
-        _say(f"spec-lm: {LAST} cannot be written ({error.strerror}); failures of this check cannot be replayed from it")
+        say(f"spec-lm: {LAST} cannot be written ({error.strerror}); failures of this check cannot be replayed from it")
         return None
 
 
@@ -310,7 +317,7 @@ class _Checks:
                 what = BUILT_IN if implementation is None else implementation
                 report = self.run(what, **self.asked, on_start=view.start, on_outcome=view.outcome)
         except ImplementationError as error:
-            _say(f"spec-lm: {error}")
+            say(f"spec-lm: {error}")
             return ERROR
         except KeyboardInterrupt:
             self.interrupted = True
@@ -321,18 +328,20 @@ class _Checks:
         return report.exit_code
 
     def _finish(self, view: "_View", report: Report, built_in: bool) -> None:
-        from spec_lm.conformance.display import failures_text, summary_text
+        from spec_lm.conformance.display import failures_text, summary_text, warnings_text
 
         self.reports.append(report)
         view.write(report.footer())
         for number, text in enumerate(failures_text(report, self.again, self.all_failures)):
             if not self.quiet or number:
                 self.console.print()
-            _print_failure(self.console, text)
+            print_failure(self.console, text)
+        for line in warnings_text(report):
+            print_text(self.console, line, style="yellow")
         if not self.quiet or report.of("fails", "error"):
             self.console.print()
         hint = "; check your own with `spec-lm check path/to/adapters.py`" if built_in else ""
-        _print(self.console, summary_text(report) + hint, style="bold")
+        print_text(self.console, summary_text(report) + hint, style="bold")
 
 
 class _View:
@@ -391,7 +400,7 @@ class _View:
 
     def _line(self, text: str) -> None:
         if not self.quiet:
-            _print(self.console, text)
+            print_text(self.console, text)
 
     def _show_progress(self) -> None:
         if self._progress is not None:
@@ -402,7 +411,7 @@ class _View:
             self._progress.update(Text(done, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
-# ----------------------------------------------------------------------------------------- clauses, explain and replay
+# ----------------------------------------------------------------------------------------- clauses, and explain
 
 
 @app.command()
@@ -413,9 +422,9 @@ def clauses(
     """List the clauses: id, level, sentence."""
     from spec_lm.conformance.runner import select
 
-    with _mendable():
+    with mendable():
         chosen = select(operator, None, level.value)
-    console, widest = _console(), max((len(each.id) for each in chosen), default=0)
+    console, widest = new_console(), max((len(each.id) for each in chosen), default=0)
     if console.is_terminal:
         from rich.table import Table
         from rich.text import Text
@@ -426,7 +435,7 @@ def clauses(
         console.print(table)
     else:
         for each in chosen:
-            _print(console, f"{each.id:<{widest}}  {each.level.upper():<6}  {each.sentence}")
+            print_text(console, f"{each.id:<{widest}}  {each.level.upper():<6}  {each.sentence}")
 
 
 @app.command()
@@ -438,16 +447,16 @@ def explain(
 
     from spec_lm.conformance.runner import known_clause
 
-    with _mendable():
+    with mendable():
         found = known_clause(clause)
-    console = _console()
-    _print(console, f"{found.id}   {found.level.upper()}", style="bold")
-    _print(console, f"  {found.sentence}\n")
+    console = new_console()
+    print_text(console, f"{found.id}   {found.level.upper()}", style="bold")
+    print_text(console, f"  {found.sentence}\n")
     for label, text in (("source", found.source), ("catches", found.catches), *_faults_of(found)):
-        _print(console, f"{label:<9} {text}")
+        print_text(console, f"{label:<9} {text}")
     file = inspect.getsourcefile(found.body) or ""
-    _print(console, f"{'property':<9} {file}:{found.body.__code__.co_firstlineno}\n")
-    _print(console, inspect.getsource(found.body).rstrip())
+    print_text(console, f"{'property':<9} {file}:{found.body.__code__.co_firstlineno}\n")
+    print_text(console, inspect.getsource(found.body).rstrip())
 
 
 def _faults_of(clause: "Clause") -> Iterator[tuple[str, str]]:
@@ -462,75 +471,12 @@ def _faults_of(clause: "Clause") -> Iterator[tuple[str, str]]:
         yield "", f"and {len(detected) - FAULTS_EXPLAINED} more"
 
 
-@app.command()
-def replay(
-    report: Annotated[Path, typer.Argument(metavar="REPORT", help="A report file, as in .spec-lm/last.jsonl.")],
-    clause: Annotated[str | None, typer.Argument(metavar="[CLAUSE]", help="Only this clause.")] = None,
-    code: Annotated[bool, typer.Option("--code", help="Print the failure in plain PyTorch, and run nothing.")] = False,
-) -> None:
-    """Run a report's counterexamples again, as its header says. Exit code: 1 where one still fails."""
-    from spec_lm.conformance.runner import known_clause
-    from spec_lm.conformance.runner import replay as run
+# ------------------------------------------------------------------------------------------- reports and projects
 
-    with _mendable():
-        wanted = [known_clause(clause).id] if clause else []
-        reports = read_reports(report)
-        failed = [outcome for each in reports for outcome in each.of("fails")]
-        if wanted and wanted[0] not in [outcome.clause for outcome in failed]:
-            raise UserError(f"{report} holds no counterexample of {clause}; {_stored_text(failed)}")
-        if code:
-            print(_code_of(failed, wanted, report))
-            return
-        view = _Again(_console(), report)
-        outcomes = [outcome for each in reports for outcome in run(each, wanted, on_outcome=view.outcome)]
-        still = [outcome.outcome for outcome in outcomes]
-        total = f"{len(still)} counterexample{'' if len(still) == 1 else 's'}"
-        counts = f"{still.count('fails')} still fail, {still.count('holds')} fixed"
-        counts += f", {still.count('absent')} not provided" if "absent" in still else ""
-        counts += f", {still.count('not_judged')} not judged" if "not_judged" in still else ""
-        _print(
-            view.console, f"{total} of {report} replayed: {counts}" if still else f"{report} holds no counterexample"
-        )
-    raise typer.Exit(1 if "fails" in still else ERROR if "absent" in still else 0)
-
-
-def _stored_text(failed: list[Outcome]) -> str:
-    ids = dict.fromkeys(outcome.clause for outcome in failed)
-    return f"it holds those of {', '.join(ids)}" if ids else "nothing fails in it"
-
-
-def _code_of(failed: list[Outcome], wanted: list[str], report: Path) -> str:
-    """The code of one failure.
-
-    Raises:
-        UserError: several fail and none was named, or it has none.
-    """
-    if not wanted:
-        raise UserError(f"name the clause whose code is wanted; {_stored_text(failed)}")
-    found = next((o.reproduction for o in failed if o.clause == wanted[0] and o.reproduction), "")
-    if not found:
-        again = f"`spec-lm replay {report} {wanted[0]}` runs it again"
-        raise UserError(f"{wanted[0]} has no code in {report}, since none fails by itself in plain PyTorch; {again}")
-    return found
-
-
-@dataclass
-class _Again:
-    """Prints what stored counterexamples come to now."""
-
-    console: "Console"
-    report: Path
-
-    def outcome(self, outcome: Outcome) -> None:
-        from spec_lm.conformance.display import failure_text
-
-        if outcome.outcome == "fails":
-            _print(self.console, f"still fails   {outcome.clause}")
-            _print_failure(self.console, failure_text(outcome, f"spec-lm replay {self.report} {outcome.clause}"))
-            self.console.print()
-        else:
-            word = {"holds": "fixed", "not_judged": "not judged"}.get(outcome.outcome, "not provided")
-            _print(self.console, f"{word:<13} {outcome.clause}")
+for command in (reports.report, reports.replay, reports.diff, reports.compare, reports.merge):
+    app.command()(command)
+for command in (projects.waive, projects.init):
+    app.command()(command)
 
 
 # -------------------------------------------------------------------------------------------------------------- faults
@@ -561,11 +507,11 @@ def faults(
     from spec_lm import matrix
     from spec_lm.conformance import workers
 
-    with _mendable():
+    with mendable():
         known, clauses = matrix.chosen(operator or ())
-        console = _console()
+        console = new_console()
         about = f"{len(known)} faults, {len(clauses)} clauses | seed {seed}, {examples} examples"
-        _print(console, f"spec_lm {spec_lm.__version__}, spec {spec_lm.SPEC_VERSION} | {about}")
+        print_text(console, f"spec_lm {spec_lm.__version__}, spec {spec_lm.SPEC_VERSION} | {about}")
         if write and operator:
             matrix.read(matrix.PACKAGED).refuse_part(examples, seed)
         with _counted(console, len(known)) as count:
@@ -574,12 +520,12 @@ def faults(
         if write and not measured.errors:
             whole = matrix.read(matrix.PACKAGED).with_part(measured, operator) if operator else measured
             text = whole.text()
-            with _written(matrix.PACKAGED) as file:
+            with written(matrix.PACKAGED) as file:
                 file.write(text)
         stale = matrix.staleness(matrix.read(matrix.PACKAGED), known, clauses) if compare else None
         found = matrix.findings(measured, known, stale)
         for line in matrix.findings_text(found, measured):
-            _print(console, line)
+            print_text(console, line)
     raise typer.Exit(found.exit_code)
 
 
@@ -594,44 +540,3 @@ def _counted(console: "Console", total: int) -> Iterator[Callable[[int], None]]:
 
     with Live(console=console, auto_refresh=False, transient=True) as live:
         yield lambda number: live.update(Text(f"  {number} of {total} faults", style="dim"), refresh=True)
-
-
-# ------------------------------------------------------------------------------------------------------------ printing
-
-
-@contextlib.contextmanager
-def _mendable() -> Iterator[None]:
-    """What the user can mend is one message on stderr and exit code 2, without a traceback."""
-    try:
-        yield
-    except UserError as error:
-        _say(f"spec-lm: {error}")
-        raise typer.Exit(ERROR) from None
-    except KeyboardInterrupt:
-        _say("spec-lm: interrupted")
-        raise typer.Exit(ERROR) from None
-
-
-def _say(text: str) -> None:
-    print(printable(text), file=sys.stderr)
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-
-
-def _print(console: "Console", text: str, style: str = "") -> None:
-    """Print text as it is: no markup, no wrapping."""
-    from rich.text import Text
-
-    console.print(Text(printable(text), style=style), soft_wrap=True)
-
-
-def _print_failure(console: "Console", text: str) -> None:
-    from rich.text import Text
-
-    first, _, rest = printable(text).partition("\n")
-    console.print(Text(first, style="bold red"), soft_wrap=True)
-    console.print(Text(rest), soft_wrap=True)

@@ -18,13 +18,13 @@ from zlib import crc32
 import pytest
 
 import spec_lm
+from spec_lm import testing
 from spec_lm.conformance.report import UserError
+from spec_lm.testing import Checks, ClauseError, ClauseFailed
 
 if TYPE_CHECKING:
     from spec_lm.conformance.clause import Clause
     from spec_lm.conformance.implementation import Implementation
-    from spec_lm.conformance.report import Outcome
-    from spec_lm.conformance.runner import OperatorRun
 
 _STATE = pytest.StashKey["_Subject"]()
 _OPTIONS = ("impl", "examples", "level", "dtype")
@@ -139,10 +139,6 @@ class SpecificationFile(pytest.Module):
 # ------------------------------------------------------------------------------------------------------------- running
 
 
-class ClauseFailed(Exception):
-    """A clause came to fails or error; its text is what `spec-lm check` prints."""
-
-
 class ClauseItem(pytest.Function):
     """A clause, on the session's implementation; `obj` is its Hypothesis test, for Hypothesis's own plugin."""
 
@@ -152,17 +148,12 @@ class ClauseItem(pytest.Function):
 
     def runtest(self) -> None:
         """The required cases, then all sizes, as `spec-lm check` runs them."""
-        outcome = _subject(self.config).outcome(self.clause)
-        if outcome.outcome in ("absent", "not_judged"):
-            pytest.skip(f"{outcome.outcome.replace('_', ' ')}: {outcome.message}")
-        if outcome.outcome in ("fails", "error"):
-            from spec_lm.conformance.display import failure_text
-
-            raise ClauseFailed(failure_text(outcome))
+        _subject(self.config).checks.run(self.clause)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException]) -> Any:
         """What `spec-lm check` prints, instead of a traceback through the machine."""
-        return str(excinfo.value) if isinstance(excinfo.value, ClauseFailed) else super().repr_failure(excinfo)
+        told = isinstance(excinfo.value, ClauseFailed | ClauseError)
+        return str(excinfo.value) if told else super().repr_failure(excinfo)
 
     def reportinfo(self) -> tuple[Path, int, str]:
         """Where the property stands."""
@@ -185,8 +176,7 @@ class _Subject:
         with preserved(settings.seed):
             self.implementation = self._loaded(given["impl"] or [BUILT_IN])
             self.settings = settings.declared_by(self.implementation)
-        self._runs: dict[str, OperatorRun] = {}
-        self._first: dict[str, Outcome] = {}
+        self.checks = Checks(self.implementation, self.settings, self.clauses)
 
     def _loaded(self, specs: list[str]) -> "Implementation":
         from spec_lm.conformance.implementation import loaded
@@ -207,25 +197,6 @@ class _Subject:
             return clause.test(checked, domain=domain, examples=self.settings.examples)
         except NotJudged:
             return _not_provided
-
-    def outcome(self, clause: "Clause") -> "Outcome":
-        """What a clause comes to, after the clauses of its operator that decide about it."""
-        from spec_lm.conformance.runner import preserved
-
-        with preserved(self.settings.seed):
-            run = self._run_of(clause.operator)
-            return self._first[clause.id] if clause.id in self._first else run.outcome(clause)
-
-    def _run_of(self, operator: str) -> "OperatorRun":
-        from spec_lm.conformance.runner import SIGNATURE, OperatorRun, in_order
-
-        if operator not in self._runs:
-            subject = self.implementation
-            run = OperatorRun(operator, subject.functions.get(operator), self.settings, subject.origins.get(operator))
-            deciding = [c for c in self.clauses if c.operator == operator and (c.name == SIGNATURE or c.feature)]
-            self._first |= {clause.id: run.outcome(clause) for clause in in_order(deciding)}
-            self._runs[operator] = run
-        return self._runs[operator]
 
 
 def _not_provided(*arguments: Any) -> None:
@@ -250,3 +221,4 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Leave sys.path and the loaded modules as they were."""
     if _STATE in config.stash:
         config.stash[_STATE].close.close()
+    testing.OPEN.close()

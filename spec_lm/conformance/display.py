@@ -254,6 +254,11 @@ _PLAIN = re.compile(
 )
 
 
+def is_plain(message: str) -> bool:
+    """Whether a message says no more than the evidence of its comparison."""
+    return _PLAIN.fullmatch(message) is not None
+
+
 def failure_text(outcome: Outcome, replay: str = "", causes: Iterable[Cause] = ()) -> str:
     """A failure as a person reads it: sentence, input, what was seen, why that may be, how to run it again, in plain
     PyTorch too where that is short, and where to read on."""
@@ -262,7 +267,7 @@ def failure_text(outcome: Outcome, replay: str = "", causes: Iterable[Cause] = (
     lines = [f"FAILS  {outcome.clause:<72} {outcome.level.upper()}", f"  {outcome.sentence}"]
     if outcome.counterexample:
         lines += [f"  {line}" for line in values_text(outcome.counterexample["values"])]
-    if not (outcome.evidence and _PLAIN.fullmatch(outcome.message)):
+    if not (outcome.evidence and is_plain(outcome.message)):
         said = outcome.message.replace("\n", "\n" + " " * (_LABEL + 2))
         lines.append(f"  {'seen':{_LABEL - 1}} {printable(said)}")
     if outcome.evidence:
@@ -309,6 +314,11 @@ def failures_text(report: Report, file: str = "", whole: bool = False) -> Iterat
 _SAYS_LITTLE = ("agrees_with_the_oracle", "any_length", "any_memory_layout", "long_rows", "has_no_memory")
 
 
+def warnings_text(report: Report) -> Iterator[str]:
+    """What is said of clauses that hold, a line each: waivers that may no longer be needed."""
+    yield from (f"WARNS  {o.clause}: {printable(o.message)}" for o in report.of("holds") if o.message)
+
+
 def _telling_first(failing: list[Outcome]) -> list[Outcome]:
     """In their order, but where values are wrong, what says no more than that last, and of memory last of all."""
     names = [outcome.clause.partition(".")[2] for outcome in failing]
@@ -338,7 +348,7 @@ def _rest_text(outcomes: list[Outcome], how: str) -> str:
 def _seen_text(outcome: Outcome) -> str:
     """What was seen, in a few words."""
     evidence = outcome.evidence
-    if not evidence or not _PLAIN.fullmatch(outcome.message) or outcome.message.startswith("got "):
+    if not evidence or not is_plain(outcome.message) or outcome.message.startswith("got "):
         return outcome.message
     return _worst_text(evidence) or outcome.message
 
@@ -370,6 +380,7 @@ def header_text(header: Mapping[str, Any]) -> str:
         f"torch {torch_version} {header['device']} {header['dtype']}",
         f"seed {header['seed']}, {header['examples']} examples, level {header['level']}",
     ]
+    parts += [f"shard {header['shard']}"] if "shard" in header else []
     declared = [f"{name}={choice}" for name, choice in header.get("conventions", {}).items()]
     declared += [f"supports {name}" for name in header.get("supports", {})]
     return printable(" | ".join(parts + ([", ".join(declared)] if declared else [])))

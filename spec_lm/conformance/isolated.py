@@ -12,6 +12,7 @@ from typing import Any
 
 from spec_lm.conformance.implementation import ImplementationError
 from spec_lm.conformance.report import Outcome, Report, ReportError, Tail, UserError, outcome_from, read_reports
+from spec_lm.conformance.waivers import Waiver, toml_of
 
 _POLL = 0.05
 _TO_END = 20.0  # seconds, for the command line to end its own processes
@@ -20,6 +21,7 @@ _TO_END = 20.0  # seconds, for the command line to end its own processes
 def check_isolated(
     implementation: Any,
     options: Mapping[str, Any],
+    waivers: Mapping[str, Waiver],
     on_start: Callable[[dict[str, Any]], None],
     on_outcome: Callable[[Outcome], None],
 ) -> Report:
@@ -28,6 +30,7 @@ def check_isolated(
     Args:
         implementation: as text: a path, a module name or pairs.
         options: of the command, by name; those that are None or empty are left out.
+        waivers: by clause id; what a project's own file declares is left aside, as `check` leaves it.
         on_start: called with the report's header before the first clause runs.
         on_outcome: called with each outcome as it comes.
 
@@ -38,7 +41,10 @@ def check_isolated(
     arguments = [*_flags(options), "--", *_as_text(implementation)]
     with tempfile.TemporaryDirectory(prefix="spec_lm-") as folder:
         path, said = Path(folder, "report.jsonl"), Path(folder, "said")
-        command = [sys.executable, "-m", "spec_lm", "check", "--quiet", "--report", str(path), *arguments]
+        declared = Path(folder, "spec-lm.toml")
+        declared.write_text(toml_of(waivers), encoding="utf-8")
+        files = ["--report", str(path), "--config", str(declared)]
+        command = [sys.executable, "-m", "spec_lm", "check", "--quiet", *files, *arguments]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         nothing = subprocess.DEVNULL
         with open(said, "w", encoding="utf-8") as errors:

@@ -33,9 +33,11 @@ from spec_lm.conformance.operators import OPERATORS, Call, Checked
 from spec_lm.conformance.report import Outcome, Report, ReportError, Status, UserError
 from spec_lm.conformance.reproduction import Recording, reproduction
 from spec_lm.conformance.script import Origin
+from spec_lm.conformance.shards import Shard
 from spec_lm.conformance.strategies import Domain, NotJudged, from_json, plainest
 from spec_lm.conformance.surroundings import SETTINGS, restored, undisturbed
 from spec_lm.conformance.tolerance import Raised, Violation
+from spec_lm.conformance.waivers import Waiver, waivers_of
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 # What a declared support may name: axes by name (a head size, a sequence length), how many there are, masks, dtypes.
@@ -53,7 +55,7 @@ class UsageError(UserError):
 @dataclass(frozen=True)
 class Settings:
     """How a check runs: examples a clause, seed, dtype, device, declared conventions and supports, whether a
-    counterexample is made smaller, and the seconds that a clause may take."""
+    counterexample is made smaller, the failures that are accepted, and the seconds that a clause may take."""
 
     examples: int = 50
     seed: int = 0
@@ -62,6 +64,7 @@ class Settings:
     conventions: Mapping[str, str] = field(default_factory=dict)
     supports: Mapping[str, Any] = field(default_factory=dict)
     shrink: bool = True
+    waivers: Mapping[str, Waiver] = field(default_factory=dict)
     timeout: float | None = None
 
     def __post_init__(self) -> None:
@@ -97,7 +100,9 @@ def check(
     device: str = "cpu",
     conventions: Mapping[str, str] | None = None,
     supports: Mapping[str, Any] | None = None,
+    waive: Mapping[str, Any] | None = None,
     require: Iterable[str] = (),
+    shard: str = "",
     isolate: bool = False,
     jobs: int | None = None,
     timeout: float | None = None,
@@ -119,7 +124,9 @@ def check(
         device: where they lie.
         conventions: declared choices, over those the implementation declares.
         supports: the declared part of the domain, over what the implementation declares.
+        waive: failures that are accepted, by clause id: the reason, or a table of "reason" and "counterexample".
         require: operators that must be provided ("all": every one).
+        shard: check only this part, as in "2/3": whole operators, about as long in each part.
         isolate: check in other processes, one an operator, so that nothing the implementation does reaches this one or
             hangs it; it must be given as text.
         jobs: where isolated, how many operators are checked at a time; by default one a core, at most 4.
@@ -134,17 +141,20 @@ def check(
     Raises:
         ImplementationError: the implementation cannot be loaded.
         UsageError: an unknown operator, clause, level, dtype or device.
-        UserError: it was to be isolated and is not given as text.
+        UserError: a waiver of an unknown clause, or without a reason; or what is to be isolated is not given as text.
     """
-    settings = Settings(examples, seed, dtype, device, conventions or {}, supports or {}, timeout=timeout)
+    waivers = waivers_of(waive or {})
+    declared = (conventions or {}, supports or {})
+    settings = Settings(examples, seed, dtype, device, *declared, waivers=waivers, timeout=timeout)
     operators, clauses, require = list(operators or ()), list(clauses or ()), list(require)
     chosen = select(operators, clauses, level)
     required = required_of(require, chosen)
+    chosen, about = sharded(chosen, shard)
     if isolate:
         options = {"operator": operators, "clause": clauses, "level": level, "examples": examples, "seed": seed}
         options |= {"dtype": dtype, "device": device, "convention": conventions or {}, "support": supports or {}}
-        options |= {"require": require, "jobs": jobs, "timeout": timeout, "memory": memory}
-        return check_isolated(implementation, options, on_start, on_outcome)
+        options |= {"require": require, "shard": shard or None, "jobs": jobs, "timeout": timeout, "memory": memory}
+        return check_isolated(implementation, options, waivers, on_start, on_outcome)
     if jobs or memory:
         raise UsageError("jobs and memory are about processes of their own; say isolate=True")
     collected: list[Outcome] = []
@@ -155,7 +165,7 @@ def check(
 
     with preserved(seed), loaded(implementation) as subject:
         settings = settings.declared_by(subject)
-        header = header_of(subject, settings, level) | {"clauses": len(chosen), "required": list(required)}
+        header = header_of(subject, settings, level) | about | {"required": list(required)}
         on_start(header)
         for operator, group in by_operator(chosen).items():
             run_operator(operator, group, subject, settings, emit)
@@ -196,6 +206,19 @@ def required_of(names: Iterable[str], chosen: list[Clause]) -> tuple[str, ...]:
         if name != "all" and name not in checked:
             raise UsageError(f"{name} is required, but only {', '.join(checked)} is checked; leave one of the two out")
     return required
+
+
+def sharded(chosen: list[Clause], shard: str) -> tuple[list[Clause], dict[str, Any]]:
+    """The clauses of a shard (all of them where it is empty), and what the header says of them.
+
+    Raises:
+        UserError: it is no shard, or there are more than operators.
+    """
+    if not shard:
+        return chosen, {"clauses": len(chosen)}
+    part = Shard.read(shard)
+    mine = part.part(chosen)
+    return mine, {"clauses": len(mine)} | part.header(len(chosen))
 
 
 def known_clause(clause_id: str) -> Clause:
@@ -309,12 +332,29 @@ class OperatorRun:
             return outcome_of(clause, "absent", self.absent)
         if self.lost:
             return outcome_of(clause, "not_judged", self.lost)
+        waiver = self.settings.waivers.get(clause.id)
+        pinned = self._pinned(clause, waiver.recipes) if waiver and waiver.recipes is not None else None
+        if waiver and pinned and pinned.outcome in ("fails", "error") and not decides(clause):
+            return waiver.applied(pinned, pinned)
         with settings_put_back():
             outcome, lacking = run_clause(clause, self.checked, self.domain, self.settings, self.origin, on_found)
         self.domain = replace(self.domain, without=self.domain.without | lacking)
         if clause.name == SIGNATURE and outcome.outcome == "fails":
             self.lost = f"{clause.id} fails: {outcome.message}"
-        return outcome
+        return waiver.applied(outcome, pinned) if waiver else outcome
+
+    def _pinned(self, clause: Clause, recipes: Mapping[str, Any]) -> Outcome:
+        """What a waiver's counterexample comes to; an error where this version cannot read it."""
+        try:
+            with settings_put_back():
+                return replayed(clause, recipes, self.checked)
+        except ReportError as broken:
+            return outcome_of(clause, "error", f"mend the waiver: {broken}")
+
+
+def decides(clause: Clause) -> bool:
+    """Whether what a clause comes to decides about the operator's other clauses."""
+    return clause.name == SIGNATURE or bool(clause.feature)
 
 
 def why_absent(domain: Domain, checked: Checked) -> str:
@@ -543,23 +583,34 @@ def _again(outcome: Outcome, subject: Implementation, settings: Settings) -> Out
     function = subject.functions.get(clause.operator)
     if function is None:
         return outcome_of(clause, "absent", "not provided")
+    checked = Checked(OPERATORS[clause.operator], function, settings.conventions, device=settings.device)
+    now = replayed(clause, stored.get("recipes"), checked)
+    return replace(now, counterexample=stored, reproduction=outcome.reproduction) if now.outcome == "fails" else now
+
+
+def replayed(clause: Clause, stored: Any, checked: Checked) -> Outcome:
+    """What the stored recipes of a counterexample come to now.
+
+    Raises:
+        ReportError: this version cannot read them.
+    """
     try:
-        recipes = {name: from_json(data) for name, data in stored["recipes"].items()}
+        recipes = {name: from_json(data) for name, data in stored.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as broken:
         raise ReportError(f"{clause.id}: its counterexample cannot be read: {broken}; check again") from None
     if set(recipes) != set(clause.given.draws):
-        raise ReportError(f"{clause.id}: this version draws other arguments than the report's; check again")
-    checked = Checked(OPERATORS[clause.operator], function, settings.conventions, device=settings.device)
+        raise ReportError(f"{clause.id}: this version draws other arguments than its counterexample's; check again")
     for _ in range(4):
         try:
             with quiet():
                 clause.run(checked, recipes)
         except Violation as violation:
-            seen = {"counterexample": stored, "evidence": evidence_of(violation.evidence)}
-            seen["reproduction"] = outcome.reproduction
+            seen = {"counterexample": counterexample_of(recipes), "evidence": evidence_of(violation.evidence)}
             return replace(outcome_of(clause, "fails", str(violation)), **seen)
         except NotJudged as reason:
             return outcome_of(clause, "not_judged", str(reason))
+        except Exception as broken:  # of the recipes: what the implementation raises is a violation
+            raise ReportError(f"{clause.id}: its counterexample cannot be built: {broken}; check again") from None
     return outcome_of(clause, "holds", "")
 
 

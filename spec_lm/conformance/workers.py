@@ -86,7 +86,9 @@ def check_in_workers(
     device: str = "cpu",
     conventions: Mapping[str, str] | None = None,
     supports: Mapping[str, Any] | None = None,
+    waive: Mapping[str, Any] | None = None,
     require: Iterable[str] = (),
+    shard: str = "",
     on_start: Callable[[dict[str, Any]], None] = lambda header: None,
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
@@ -105,16 +107,19 @@ def check_in_workers(
         UserError: there is no folder for temporary files.
     """
     from spec_lm.conformance.diagnosis import diagnose
-    from spec_lm.conformance.runner import Settings, required_of, select
+    from spec_lm.conformance.runner import Settings, required_of, select, sharded
+    from spec_lm.conformance.waivers import waivers_of
 
-    settings = Settings(examples, seed, dtype, device, conventions or {}, supports or {}, timeout=timeout)
+    declared, waivers = (conventions or {}, supports or {}), waivers_of(waive or {})
+    settings = Settings(examples, seed, dtype, device, *declared, waivers=waivers, timeout=timeout)
     chosen = select(operators, clauses, level)
     required = required_of(require, chosen)
+    chosen, about = sharded(chosen, shard)
     outcomes: list[Outcome] = []
     header: dict[str, Any] = {}
 
     def begin(loaded: dict[str, Any]) -> None:
-        header.update(loaded | {"clauses": len(chosen), "required": list(required)})
+        header.update(loaded | about | {"required": list(required)})
         on_start(header)
 
     def emit(outcome: Outcome) -> None:

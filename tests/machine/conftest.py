@@ -2,14 +2,20 @@
 
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
 from spec_lm import cli
 from spec_lm.conformance import workers
+from spec_lm.conformance.report import Cause, Outcome, Report
+
+MARKUP = "<img src=x onerror=alert(1)></pre></details><script>alert(2)</script>"
+MARKDOWN = "\n\n# head\n\n```\n````\n~~~\n|a|b|\n|-|-|\n[l](javascript:alert(3)) ![i](//x.example/i) `c` @you **b**"
+HOSTILE = f"raised TypeError: {MARKUP}{MARKDOWN} {{{{ 7 * 7 }}}} \x1b[2J\x07\u202e\udc80 www.x.example"
 
 
 @dataclass
@@ -65,3 +71,18 @@ def interrupts_are_taken() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def hostile_report() -> Report:
+    """A failure, an error and an absent operator, of which every text tries to be more than text."""
+    said: dict[str, Any] = {"message": HOSTILE, "sentence": HOSTILE}
+    stored = {"x": {"shape": [1], "dtype": "float32", "data": [1.0]}, HOSTILE: HOSTILE}
+    evidence = {"got": HOSTILE, "expected": [1.0], "index": [0], "error": None, "bound": None, "dtype": "float32"}
+    failed = Outcome("softmax.any_dim", "softmax", "must", "fails", **said, reproduction=HOSTILE, reached={HOSTILE: 1})
+    failed = replace(failed, counterexample={"recipes": {}, "values": stored}, evidence=evidence)
+    error = Outcome("softmax.sums_to_one", "softmax", "must", "error", **said)
+    absent = Outcome("silu.agrees_with_the_oracle", "silu", "must", "absent", **said)
+    header = {"implementation": HOSTILE, "spec": 1, "versions": {"spec_lm": HOSTILE, "torch": HOSTILE}, "level": "must"}
+    header |= {"device": HOSTILE, "dtype": HOSTILE, "seed": 0, "examples": 5, "conventions": {HOSTILE: HOSTILE}}
+    return Report(header, (failed, error, absent), diagnosis=(Cause("softmax", HOSTILE),))

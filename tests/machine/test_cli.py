@@ -343,9 +343,18 @@ def test_replay_prints_the_code_of_a_failure_alone_and_it_fails(spec_lm_command,
     assert alone.returncode == 1
     assert "AssertionError: tensor([nan])" in alone.stderr
     assert "spec_lm" not in ran.out
+
+
+def test_replay_prints_the_code_of_all_failures_where_none_is_named(spec_lm_command, write):
+    write("adapters.py", NAIVE)
+    spec_lm_command("check", "adapters.py", *FAILS, "--clause", "softmax.shift_invariance")
     ran = spec_lm_command("replay", ".spec-lm/last.jsonl", "--code")
-    assert ran.code == 2
-    assert f"name the clause whose code is wanted; it holds those of {CLAUSE}, softmax.shift_invariance" in ran.err
+    assert ran.code == 0
+    assert [line for line in ran.out.splitlines() if line.startswith("# ")] == [
+        f"# {CLAUSE}",
+        "# softmax.shift_invariance",
+    ]
+    assert ran.out.count("\nassert ") == 2
 
 
 def test_replay_says_where_a_failure_has_no_code(spec_lm_command, write):
@@ -357,6 +366,7 @@ def test_replay_says_where_a_failure_has_no_code(spec_lm_command, write):
     ran = spec_lm_command("replay", path, CLAUSE, "--code")
     assert ran.code == 2
     assert f"{CLAUSE} has no code in {path}" in ran.err
+    assert f"{path} holds no code; it holds those of {CLAUSE}" in spec_lm_command("replay", path, "--code").err
 
 
 def test_many_failures_are_told_in_short_unless_all_are_asked_for(spec_lm_command, write):
@@ -413,7 +423,9 @@ def loads_torch(code: str) -> bool:
 
 
 def test_package_command_line_and_plugin_are_imported_without_torch():
-    assert not loads_torch("import spec_lm, spec_lm.cli, spec_lm.pytest_plugin, spec_lm.conformance.report")
+    assert not loads_torch(
+        "import spec_lm, spec_lm.cli, spec_lm.pytest_plugin, spec_lm.testing, spec_lm.conformance.report"
+    )
 
 
 def test_pytest_with_the_plugin_shows_its_help_without_torch():
