@@ -192,6 +192,8 @@ def _how(
     """What runs a check: worker processes, or this one."""
     if in_process and (jobs or memory):
         raise UserError("--jobs and --memory are about processes of their own; leave --in-process out")
+    if memory and sys.platform != "linux":
+        raise UserError("--memory is kept on Linux only; leave it out")
     if memory and device != "cpu":
         raise UserError(
             f"--memory cannot be kept with --device {device}, which reserves more than it takes; leave it out"

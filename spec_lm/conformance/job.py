@@ -1,5 +1,6 @@
 """What a child process does: it runs clauses, and writes what they come to into a file, a line at a time."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -61,7 +62,8 @@ class Job:
     def _keep_to_itself(self) -> None:
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.folder)
         if hasattr(os, "setsid"):
-            os.setsid()
+            with contextlib.suppress(PermissionError):  # it leads a group already
+                os.setsid()
         keep_to_itself(self.folder / PRINTED)
         if sys.platform == "linux":
             _limit(self.memory)
@@ -106,10 +108,12 @@ def _limit(memory: int | None) -> None:
     """A limit of memory, if any; and where the system has none left, it is this process that ends."""
     import resource
 
-    Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    with contextlib.suppress(OSError):  # a container may forbid it
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     if memory is not None:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        limit = pages * resource.getpagesize() + memory
+        limit, most = pages * resource.getpagesize() + memory, resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 

@@ -6,6 +6,7 @@ import gc
 import signal
 import sys
 import warnings
+from typing import Any
 
 signal.signal(
     signal.SIGINT, signal.SIG_IGN
@@ -23,10 +24,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 def _draw() -> None:
     """Hypothesis looks through the source of what is imported when it first draws: once, and in no child again."""
 
+    slow: Any = tuple(hypothesis.HealthCheck)  # as it is on a busy machine
+
     @hypothesis.seed(0)
-    @hypothesis.settings(
-        database=None, deadline=None, max_examples=5, suppress_health_check=tuple(hypothesis.HealthCheck)
-    )
+    @hypothesis.settings(database=None, deadline=None, max_examples=5, suppress_health_check=slow)
     @hypothesis.given(strategies.lists(strategies.integers(0, 1), min_size=200))
     def drawn(numbers: list[int]) -> None:
         pass
