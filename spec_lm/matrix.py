@@ -28,6 +28,7 @@ import spec_lm
 from spec_lm.conformance import operators, workers
 from spec_lm.conformance.clause import CLAUSES, Clause, Search, seed_of
 from spec_lm.conformance.diagnosis import sort_of
+from spec_lm.conformance.job import keep_to_itself
 from spec_lm.conformance.operators import OPERATORS, Checked
 from spec_lm.conformance.report import Outcome, UserError
 from spec_lm.conformance.runner import (
@@ -286,7 +287,7 @@ class Job:
 
     def run(self) -> dict[str, Found]:
         """What was found, by the fault's id."""
-        workers.keep_to_itself()
+        keep_to_itself()
         with _unchecked_shapes(), _remembering():
             own = [_DrawnOnce.of(CLAUSES[clause_id], self.settings.seed) for clause_id in self.clauses]
             of_those_above = [CLAUSES[f"{name}.{ABOVE}"] for name in above(self.faults[0].operator)]

@@ -502,9 +502,12 @@ def _noisy_attention(noise: Noise, query: np.ndarray, key: np.ndarray, value: np
     scores = noise.summed(query @ transposed, np.abs(query) @ np.abs(transposed), d_k)
     scores = noise.rounded(scores / sqrt(d_k))
     scores = np.where(np.tri(keys, dtype=bool), scores, -np.inf)
-    exponentials = noise.rounded(np.exp(noise.rounded(scores - scores.max(-1, keepdims=True))))
+    largest = scores.max(-1, keepdims=True)
+    exponentials = noise.rounded(np.exp(noise.rounded(scores - largest)))
     total = exponentials.sum(-1, keepdims=True)
-    p = noise.rounded(exponentials / noise.summed(total, total, keys))
+    # exp(s - logsumexp(s)) rounds max + ln Z, and so moves a whole row alike.
+    row = noise.spread(np.ones_like(total), noise.a.v * np.abs(largest + np.log(total)))
+    p = noise.rounded(exponentials / noise.summed(total, total, keys)) * row
     return noise.summed(p @ value, p @ np.abs(value), keys)
 
 

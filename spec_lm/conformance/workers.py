@@ -13,28 +13,20 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from dataclasses import replace
+from itertools import chain
 from multiprocessing import connection, forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from spec_lm.conformance.report import (
-    Outcome,
-    Report,
-    Tail,
-    UserError,
-    outcome_from,
-    outcome_line,
-    printable,
-    write_lines,
-)
+from spec_lm.conformance.job import LINES, PRINTED, Job, operator_of
+from spec_lm.conformance.report import Outcome, Report, Tail, UserError, outcome_from, printable
 
 if TYPE_CHECKING:
     from spec_lm.conformance.clause import Clause
@@ -46,7 +38,6 @@ _TO_START = 120.0  # seconds, for torch to be imported on a busy machine
 _TO_DIE = 5.0  # seconds, for the system to end what was killed
 _POLL = 0.02
 _MOST_PRINTED = 2**20
-_LINES, _PRINTED = "lines.jsonl", "printed"
 # An index outside a table ends the context of a device, and with it every later call in that process.
 ENDS_A_CONTEXT = (
     "ids_outside_are_refused",
@@ -78,106 +69,6 @@ def context() -> BaseContext:
 
 def _forks() -> bool:
     return "forkserver" in multiprocessing.get_all_start_methods() and sys.platform == "linux"
-
-
-# ------------------------------------------------------------------------------------------------------ in the child
-
-
-@dataclass(frozen=True)
-class Job:
-    """Clauses to run on an implementation, in a process of their own.
-
-    Args:
-        implementation: as text.
-        settings: of the run.
-        level: of the run, for the header.
-        folder: where its lines and what it prints go.
-        clauses: their ids in order, those of one operator together.
-        memory: how many bytes it may take beside what it begins with; None for no limit.
-        known: what earlier clauses of its first operator have shown.
-    """
-
-    implementation: Any
-    settings: Any
-    level: str
-    folder: Path
-    clauses: tuple[str, ...] = ()
-    memory: int | None = None
-    known: "Known | None" = None
-
-    def run(self) -> None:
-        """Write the header and every outcome, a line each as it comes, and end the process."""
-        code = 1
-        try:
-            # Where the folder is gone, so is the parent.
-            with contextlib.suppress(FileNotFoundError), open(self.folder / _LINES, "a", encoding="utf-8") as file:
-                self._keep_to_itself()
-                write_lines(file, [{"kind": "process", "parent": os.getppid()}])
-                self._run(lambda line: write_lines(file, [line]))
-                write_lines(file, [{"kind": "end"}])
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)  # without a wait for threads, or a word from what was registered for the end
-
-    def _keep_to_itself(self) -> None:
-        os.environ["TMPDIR"] = tempfile.tempdir = str(self.folder)
-        if hasattr(os, "setsid"):
-            os.setsid()
-        keep_to_itself(self.folder / _PRINTED)
-        if sys.platform == "linux":
-            _limit(self.memory)
-
-    def _run(self, write: Callable[[dict[str, Any]], None]) -> None:
-        from spec_lm.conformance.clause import CLAUSES
-        from spec_lm.conformance.implementation import ImplementationError, loaded
-        from spec_lm.conformance.runner import Known, OperatorRun, header_of, preserved
-
-        known = self.known or Known()
-        try:
-            with preserved(self.settings.seed), loaded(self.implementation) as subject:
-                settings = self.settings.declared_by(subject)
-                write({"kind": "header", **header_of(subject, settings, self.level)})
-                for operator, ids in groupby(self.clauses, _operator):
-                    run = None
-                    for clause_id in ids:
-                        write({"kind": "begins", "clause": clause_id})
-                        if run is None:  # it makes a call, which counts as the first clause's
-                            provided = subject.functions.get(operator), settings, subject.origins.get(operator)
-                            run, known = OperatorRun(operator, *provided, known), Known()
-                        outcome = run.outcome(
-                            CLAUSES[clause_id], lambda found: write({**outcome_line(found), "kind": "found"})
-                        )
-                        write({**outcome_line(outcome), "without": run.known.without, "lost": run.known.lost})
-        except ImplementationError as error:
-            write({"kind": "unloadable", "message": str(error)})
-
-
-def keep_to_itself(printed: Path | str = os.devnull) -> None:
-    """An interrupt is the parent's; there is nothing to read; and what is printed, below Python too, goes to a file."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for number, target in enumerate((nothing, file, file)):
-        os.dup2(target, number)
-    os.close(nothing)
-    os.close(file)
-
-
-def _limit(memory: int | None) -> None:
-    """A limit of memory, if any; and where the system has none left, it is this process that ends."""
-    import resource
-
-    Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    if memory is not None:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        limit = pages * resource.getpagesize() + memory
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-# ----------------------------------------------------------------------------------------------------- in the parent
 
 
 def check_in_workers(
@@ -301,8 +192,9 @@ class _Pool:
                     yield from worker.take()
                 yield from worker.take()
         finally:
-            for worker in self.workers:
-                worker.end()
+            with _uninterrupted():
+                for worker in self.workers:
+                    worker.end()
 
     def known(self) -> Iterator[Outcome]:
         """The outcomes that are there and were not asked for in turn."""
@@ -374,7 +266,7 @@ class _Worker:
         """Start a process for the first of the batches that are left."""
         folder = Path(tempfile.mkdtemp(dir=self._template.folder))
         self._begun, self._found = "", None
-        batch, known = self._batches[0], self._known.get(_operator(self._next))
+        batch, known = self._batches[0], self._known.get(operator_of(self._next))
         self._child = _Child(replace(self._template, folder=folder, clauses=batch, known=known))
 
     def step(self) -> None:
@@ -442,12 +334,12 @@ class _Worker:
         if self.header is None and not self.unloadable:
             name = printable(str(self._template.implementation))
             self.unloadable = f"{name} cannot be imported: {why}; try to import it in a Python of its own"
-        operator = _operator(self._next)
+        operator = operator_of(self._next)
         self._deaths[operator] += 1
         if self._begun == self._next:
             self._came_to(_cut_short(self._next, self._found, why))
         if self._deaths[operator] > 1:
-            while self._batches and _operator(self._next) == operator:
+            while self._batches and operator_of(self._next) == operator:
                 self._came_to(_cut_short(self._next, None, f"not run: its process ended twice; the last time {why}"))
 
 
@@ -458,7 +350,7 @@ class _Child:
         self.job = job
         self.has_ended = False
         self.process = cast(Any, context()).Process(target=job.run)
-        self._written = Tail(job.folder / _LINES)
+        self._written = Tail(job.folder / LINES)
         self._is_running = False
         self._is_forked, self._server = _forks(), cast("int | None", None)
         self._since = time.monotonic()
@@ -497,7 +389,7 @@ class _Child:
         return f"its process ended with {how}" + (f"; the last it printed: {printed}" if printed else "")
 
     def _last_printed(self, longest: int = 300) -> str:
-        with contextlib.suppress(OSError), open(self.job.folder / _PRINTED, "rb") as file:
+        with contextlib.suppress(OSError), open(self.job.folder / PRINTED, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 4 * longest))
             text = file.read().decode("utf-8", "replace")
             return printable(" ".join(text.split()))[-longest:]
@@ -506,8 +398,8 @@ class _Child:
     def _cap_what_it_prints(self) -> None:
         """It appends, so that nothing changes for it where all of it is thrown away."""
         with contextlib.suppress(OSError):
-            if os.stat(self.job.folder / _PRINTED).st_size > _MOST_PRINTED:
-                os.truncate(self.job.folder / _PRINTED, 0)
+            if os.stat(self.job.folder / PRINTED).st_size > _MOST_PRINTED:
+                os.truncate(self.job.folder / PRINTED, 0)
 
     def end(self) -> None:
         """Kill it, its group, and whatever it has started."""
@@ -548,6 +440,19 @@ def _parents() -> Iterator[tuple[int, int]]:
 
 
 @contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A second interrupt does not keep from being ended what the first one asked to end."""
+    if threading.current_thread() is not threading.main_thread():  # it takes no interrupts
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
 def _without_main() -> Iterator[None]:
     """A child has no use for the program that runs here, and does not import it."""
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
@@ -555,10 +460,6 @@ def _without_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-def _operator(clause_id: str) -> str:
-    return clause_id.partition(".")[0]
 
 
 def _cut_short(clause_id: str, found: Outcome | None, why: str) -> Outcome:

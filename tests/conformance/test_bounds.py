@@ -789,3 +789,26 @@ def test_bounds_know_the_oracle_and_nothing_else_of_ours() -> None:
     plain = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     assert names.pop("spec_lm.conformance") == "oracle"
     assert plain | set(names) == {"numpy", "collections.abc", "dataclasses", "functools", "math", "typing"}
+
+
+def with_logsumexp(query, key, value):
+    """Causal attention by exp(s - logsumexp(s))."""
+    scores = query @ key.mT / math.sqrt(query.shape[-1])
+    scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), HIDDEN)
+    return torch.exp(scores - scores.logsumexp(-1, keepdim=True)) @ value
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 300.0])
+def test_a_sampled_attention_covers_the_rounding_of_a_whole_logarithm(scale: float) -> None:
+    """Where scores are hundreds, exp(s - logsumexp(s)) moves a whole row by as many roundings: no wrong attention."""
+    g, arithmetic = np.random.default_rng(0), bounds.arithmetic("float32")
+    largest = 0.0
+    for _ in range(20):
+        query, key, value = (g.standard_normal((4, 6, 6)).astype(np.float32) for _ in range(3))
+        query, key = query * np.float32(math.sqrt(scale)), key * np.float32(math.sqrt(scale))
+        wide = [each.astype(np.float64) for each in (query, key, value)]
+        exact = oracle.scaled_dot_product_attention(*wide, np.tri(6, dtype=bool))
+        samples = bounds._noisy_attention(bounds.Noise(arithmetic), *(each[None] for each in wide))
+        got = with_logsumexp(*map(torch.from_numpy, (query, key, value)))
+        largest = max(largest, ratio(got, exact, bounds._sampled(arithmetic, exact, samples)))
+    assert largest < 0.6

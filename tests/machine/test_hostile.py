@@ -48,9 +48,11 @@ class Case:
 
 
 ENDING = {
-    "never returns": Case("while True: pass", "error", "took longer than 3 s"),
+    "never returns": Case("while True: pass", "error", "took longer than the time-out of 3 s"),
     "sleeps and ignores signals": Case(
-        "[signal.signal(s, signal.SIG_IGN) for s in (1, 2, 10, 14, 15)]; time.sleep(1000)", "error", "longer than 3 s"
+        "[signal.signal(s, signal.SIG_IGN) for s in (1, 2, 10, 14, 15)]; time.sleep(1000)",
+        "error",
+        "longer than the time-out of 3 s",
     ),
     "exits at once": Case("os._exit(0)", "error", "exit code 0"),
     "exits from a timer": Case(
