@@ -174,7 +174,7 @@ def test_hostile_text_stays_text_in_html(hostile_report):
 def test_html_of_200_clauses_is_under_a_megabyte():
     """Even where all of them fail, with long values and code."""
     code = "\n".join(f"statement_{line} = torch.tensor([{line}.0])" for line in range(40))
-    values = {name: {"shape": [8, 8], "dtype": "float32", "data": [[0.123] * 8] * 8} for name in "xyz"}
+    values = {name: {"shape": [8, 8], "dtype": "float32", "data": [[0.5] * 8] * 8} for name in "xyz"}
     counterexample = {"recipes": {}, "values": values}
     report = many(200, reproduction=code, counterexample=counterexample, reached={"one row": 3, "square": 2})
     assert 200_000 < len(html_text([report], "out.jsonl").encode()) < 1_000_000
