@@ -806,9 +806,9 @@ def test_a_sampled_attention_covers_the_rounding_of_a_whole_logarithm(scale: flo
     for _ in range(20):
         query, key, value = (g.standard_normal((4, 6, 6)).astype(np.float32) for _ in range(3))
         query, key = query * np.float32(math.sqrt(scale)), key * np.float32(math.sqrt(scale))
-        wide = [each.astype(np.float64) for each in (query, key, value)]
-        exact = oracle.scaled_dot_product_attention(*wide, np.tri(6, dtype=bool))
-        samples = bounds._noisy_attention(bounds.Noise(arithmetic), *(each[None] for each in wide))
+        q, k, v = (each.astype(np.float64) for each in (query, key, value))
+        exact = oracle.scaled_dot_product_attention(q, k, v, np.tri(6, dtype=bool))
+        samples = bounds._noisy_attention(bounds.Noise(arithmetic), q[None], k[None], v[None])
         got = with_logsumexp(*map(torch.from_numpy, (query, key, value)))
         largest = max(largest, ratio(got, exact, bounds._sampled(arithmetic, exact, samples)))
     assert largest < 0.6
