@@ -143,7 +143,11 @@ def shortest(number: float, dtype: str) -> str:
 
 def _rounded(number: float, dtype: str) -> float:
     """The nearest number of a dtype; what lies beyond its range stays as it is."""
-    rounded = float(torch.tensor(number, dtype=torch.float64).to(getattr(torch, dtype)))
+    if dtype == "bfloat16":
+        rounded = float(torch.tensor(number, dtype=torch.float64).bfloat16())
+    else:  # NumPy knows it, and is faster at single numbers
+        with np.errstate(over="ignore"):
+            rounded = float(np.dtype(dtype).type(number))
     return rounded if math.isfinite(rounded) else number
 
 
