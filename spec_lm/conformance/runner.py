@@ -336,12 +336,23 @@ class OperatorRun:
         pinned = self._pinned(clause, waiver.recipes) if waiver and waiver.recipes is not None else None
         if waiver and pinned and pinned.outcome in ("fails", "error") and not decides(clause):
             return waiver.applied(pinned, pinned)
+
+        def under_waiver(outcome: Outcome) -> Outcome:
+            return waiver.applied(outcome, pinned) if waiver else outcome
+
         with settings_put_back():
-            outcome, lacking = run_clause(clause, self.checked, self.domain, self.settings, self.origin, on_found)
+            outcome, lacking = run_clause(
+                clause,
+                self.checked,
+                self.domain,
+                self.settings,
+                self.origin,
+                lambda found: on_found(under_waiver(found)),
+            )
         self.domain = replace(self.domain, without=self.domain.without | lacking)
         if clause.name == SIGNATURE and outcome.outcome == "fails":
             self.lost = f"{clause.id} fails: {outcome.message}"
-        return waiver.applied(outcome, pinned) if waiver else outcome
+        return under_waiver(outcome)
 
     def _pinned(self, clause: Clause, recipes: Mapping[str, Any]) -> Outcome:
         """What a waiver's counterexample comes to; an error where this version cannot read it."""
