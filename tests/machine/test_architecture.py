@@ -16,6 +16,7 @@ RANKS = {
     "spec_lm.reference.functional": 1,
     "spec_lm.reference.modules": 2,
     "spec_lm.reference.adapters": 3,
+    "spec_lm.fused": 4,
     "spec_lm.conformance": 0,
     "spec_lm.conformance.oracle": 0,
     "spec_lm.conformance.bounds": 1,
