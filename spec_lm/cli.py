@@ -72,6 +72,9 @@ def _options(
     """The executable specification of a Transformer language model."""
 
 
+app.command()(bench)
+
+
 # --------------------------------------------------------------------------------------------------------------- check
 
 
