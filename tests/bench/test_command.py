@@ -57,8 +57,9 @@ def test_a_run_shows_figures_of_what_holds_and_the_clause_that_does_not(command,
     assert "./right.py: time ~ sequence^" in blocks[4]
     assert "wrong" not in blocks[4]
     data = json.loads((tmp_path / "found" / "benchmarks.json").read_text(encoding="utf-8"))
-    orders = [b["extra_info"]["variant"] for b in data["benchmarks"] if "case" in b["extra_info"]][:6]
-    assert orders == ["reference", "fused", "./right.py", "fused", "./right.py", "./raises.py"]
+    orders = [b["extra_info"]["variant"] for b in data["benchmarks"] if "case" in b["extra_info"]][:8]
+    assert orders[:4] == ["reference", "fused", "./right.py", "./raises.py"]
+    assert orders[4:] == [*orders[1:4], orders[0]], "the second session begins with the second variant"
     assert {"torch", "threads", "device"} <= set(data["machine_info"]["spec_lm"])
 
     baseline = str(tmp_path / "found" / "benchmarks.json")
