@@ -66,6 +66,7 @@ RANKS = {
     "spec_lm.commands": 7,
     "spec_lm.commands.console": 7,
     "spec_lm.commands.reports": 7,
+    "spec_lm.commands.bench": 7,
     "spec_lm.commands.starter": 7,
     "spec_lm.commands.projects": 7,
     "spec_lm.testing": 7,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spec_lm.commands.console import mendable, new_console, print_text, say, written
 from spec_lm.conformance.report import UserError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def bench(
     from spec_lm.bench.results import Results, changes, read
     from spec_lm.bench.run import Asked, run
 
-    try:
+    with mendable():
         allowed = _allowed(fail_if_slower, baseline)
         before = Results(read(baseline)) if baseline else None
         folder = _folder(report)
@@ -73,22 +74,13 @@ def bench(
             _grouped(implementations or []), tuple(variant or ()), tuple(operator or ()), device,
             tuple(dtype or ("float32",)), suite.value, sessions, seconds, threads, examples,
         )  # fmt: skip
-        results = Results(run(asked, _tell), against)
+        results = Results(run(asked, lambda text: say(f"spec-lm: {text}")), against)
         changed = changes(before, results) if before else []
         _show(results, changed)
         if folder:
             _write(folder, results, changed)
-    except UserError as error:
-        _tell(str(error))
-        raise typer.Exit(2) from None
     if allowed is not None and any(change.slower > 1 + allowed for change in changed):
         raise typer.Exit(1)
-
-
-def _tell(text: str) -> None:
-    from spec_lm.conformance.report import printable
-
-    typer.echo(f"spec-lm: {printable(text)}", err=True)
 
 
 def _grouped(arguments: list[str]) -> tuple[str, ...]:
@@ -126,7 +118,7 @@ def _folder(report: Path | None) -> Path | None:
 def _show(results: "Results", changed: list["Change"]) -> None:
     from spec_lm.bench.display import change_text, terminal
 
-    typer.echo("\n\n".join([*terminal(results), *map(change_text, changed)]))
+    print_text(new_console(), "\n\n".join([*terminal(results), *map(change_text, changed)]))
 
 
 def _write(folder: Path, results: "Results", changed: list["Change"]) -> None:
@@ -138,7 +130,5 @@ def _write(folder: Path, results: "Results", changed: list["Change"]) -> None:
         "benchmarks.html": html(results, changed),
     }
     for name, text in texts.items():
-        try:
-            (folder / name).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write {folder / name}: {error.strerror}") from error
+        with written(folder / name) as file:
+            file.write(text)
