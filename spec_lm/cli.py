@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 import spec_lm
-from spec_lm.commands import projects, reports
+from spec_lm.commands import bench, projects, reports
 from spec_lm.commands.console import ERROR, mendable, new_console, print_failure, print_text, say, written
 from spec_lm.conformance.report import Outcome, Report, UserError, outcome_line, write_lines
 
@@ -477,7 +477,7 @@ def _faults_of(clause: "Clause") -> Iterator[tuple[str, str]]:
 
 for command in (reports.report, reports.replay, reports.diff, reports.compare, reports.merge):
     app.command()(command)
-for command in (projects.waive, projects.init):
+for command in (projects.waive, projects.init, bench.bench):
     app.command()(command)
 
 

@@ -64,6 +64,7 @@ _PRODUCTS = ("linear", "swiglu", _ATTENTION, "multihead_self_attention", "transf
 # docs/peers.md says why a dtype is left out.
 PEERS = (
     Peer("torch_functions", level="should"),
+    Peer("fused", level="should"),
     Peer("torch_math_attention", ALL, "should", (_ATTENTION,)),
     Peer("blockwise_attention", ALL, "should", ("softmax", "silu", _ATTENTION)),
     Peer("einsum_everywhere"),

@@ -1,0 +1,127 @@
+"""Where it runs: its clock, its peak memory, how large its ceilings are measured, and what it is."""
+
+import ctypes
+import gc
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.benchmark import timer as synchronized
+
+Clock = Callable[[], float]
+SHORT = 50e-6  # seconds: of a shorter call, waiting for the device is a good part
+
+
+class Cpu:
+    """The processor; the peak memory of a call is that of a process."""
+
+    name = "cpu"
+    cache = 2**27  # bytes; inputs are rotated until they fill it
+    product, copied = 1024, 2**26  # sizes of the ceilings: of a matrix, and of a copy in bytes
+
+    def clock(self, seconds: float) -> Clock:
+        """What reads the time around a call that takes about so long."""
+        return synchronized
+
+    def synchronize(self) -> None:
+        """Nothing runs behind the caller's back."""
+
+    def peak(self, call: Callable[[], Any]) -> int | None:
+        """The bytes that a call takes at most, beside what was there before; None where the system does not tell.
+
+        The process must be one that runs nothing else: memory that an earlier call left would be used again.
+        """
+        if sys.platform != "linux":
+            return None
+        ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back to the system
+        call()
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is now what there is
+        before = _status("VmRSS")
+        call()
+        return max(0, _status("VmHWM") - before)
+
+    def about(self) -> dict[str, Any]:
+        """What a reader must know to compare figures."""
+        return {"device": _processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+class Cuda:
+    """An NVIDIA or AMD device.
+
+    Args:
+        name: cuda, or cuda:1, ..
+        api: `torch.cuda`, or what stands for it in a test.
+    """
+
+    cache = 2**28
+    product, copied = 8192, 2**30
+
+    def __init__(self, name: str = "cuda", api: Any = torch.cuda) -> None:
+        self.name, self._api = name, api
+
+    def clock(self, seconds: float) -> Clock:
+        """Of short calls the device's own events; else the host's clock, once the device has nothing left to do."""
+        return self._event_clock() if seconds < SHORT else self._host_clock
+
+    def _host_clock(self) -> float:
+        self._api.synchronize()
+        return time.perf_counter()
+
+    def _event_clock(self) -> Clock:
+        origin = self._api.Event(enable_timing=True)
+        origin.record()
+
+        def events() -> float:
+            now = self._api.Event(enable_timing=True)
+            now.record()
+            now.synchronize()
+            return origin.elapsed_time(now) / 1e3
+
+        return events
+
+    def synchronize(self) -> None:
+        """Wait until the device has nothing left to do."""
+        self._api.synchronize()
+
+    def peak(self, call: Callable[[], Any]) -> int | None:
+        """The bytes that a call takes at most of the caching allocator, beside what was there before."""
+        call()
+        self._api.synchronize()
+        self._api.reset_peak_memory_stats()
+        before = self._api.memory_allocated()
+        call()
+        self._api.synchronize()
+        return max(0, self._api.max_memory_allocated() - before)
+
+    def about(self) -> dict[str, Any]:
+        """What a reader must know to compare figures."""
+        found = self._api.get_device_properties(self.name)
+        driver = getattr(self._api, "driver_version", lambda: "unknown")()
+        versions = {"driver": driver, "cuda": torch.version.cuda, "memory_bytes": found.total_memory}
+        return {"device": found.name, **versions, "threads": torch.get_num_threads()}
+
+
+def device_of(name: str) -> Cpu | Cuda:
+    """The device that torch calls so."""
+    return Cpu() if name == "cpu" else Cuda(name)
