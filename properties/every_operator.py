@@ -97,7 +97,7 @@ def has_no_memory(operator, arguments, variant, other):
     first = operator(*arguments)
     operator(*other)
     with operator.naming(*variant):
-        close(operator(*variant), operator.exact(*variant), says="wrong after a call with other parameters")
+        close(operator(*variant), operator.exact(*variant), says="the last of three calls is wrong")
     bit_equal(first.raw, first.value, says="a later call changed an earlier result")
     close(operator(*arguments), first, says="the same call came to something else after others")
 

@@ -179,11 +179,16 @@ def _ended_as_interrupted() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt) or signal.SIG_DFL
+    asked = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in asked}
+    for number in asked:
+        if before[number] is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in asked:
+            signal.signal(number, before[number] or signal.SIG_DFL)
 
 
 def _how(

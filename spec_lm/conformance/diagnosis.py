@@ -197,18 +197,30 @@ class Likeness:
 WORDS = {"very likely": 0.45, "likely": 0.2, "possibly": 0.0}
 _FITS = 0.15  # a family that fits less is no guess
 _THE_SAME = 0.99  # fails as a fault does, in every mark
+_NEARLY = 0.05  # how much less a fault may be alike than the best, which does not tell the two apart
+_MOST_NAMED = 3
 _LEAST_JUDGED = 6  # fewer clauses make no pattern: too many faults fail in the same way
 _CONVENTION = re.compile(r"this is .*; if intended, declare .*")
 
 
 @dataclass(frozen=True)
 class Guess:
-    """A family that fits, how sure that is in words, and the operator's fault of that family that fails most alike."""
+    """A family that fits, how sure that is in words, and the operator's faults of that family that fail most alike.
+
+    Args:
+        faults: the most alike first, and those that are nearly as much; none where the operator has none.
+        likeness: of the first of them.
+    """
 
     family: str
     word: str
-    fault: Known | None
+    faults: tuple[Known, ...]
     likeness: float
+
+    @property
+    def fault(self) -> Known | None:
+        """The fault that is most alike."""
+        return self.faults[0] if self.faults else None
 
 
 def guesses(operator: str, fails: Mapping[str, Failure], likeness: Likeness) -> list[Guess]:
@@ -229,8 +241,9 @@ def guesses(operator: str, fails: Mapping[str, Failure], likeness: Likeness) -> 
 
 def _guess(family: str, word: str, own: Mapping[Known, float]) -> Guess:
     of_family = {fault: alike for fault, alike in own.items() if fault.family == family}
-    fault = max(of_family, key=lambda each: of_family[each], default=None)
-    return Guess(family, word, fault, of_family[fault] if fault else 0.0)
+    best = max(of_family.values(), default=0.0)
+    alike = sorted((each for each in of_family if of_family[each] >= best - _NEARLY), key=lambda each: -of_family[each])
+    return Guess(family, word, tuple(alike), best)
 
 
 def diagnose(outcomes: Iterable[Outcome]) -> tuple[Cause, ...]:
@@ -290,14 +303,16 @@ def _causes(operator: str, outcomes: list[Outcome], found: Mapping[str, list[Gue
 
 
 def _cause(operator: str, guess: Guess, number: int) -> Cause:
-    """A guess in words: what the fault does, where all fails as it does; else what there is to mend, and what the fault
-    that is most alike does."""
-    fault = guess.fault
-    like = f"; most like a known fault: {fault.does}" if fault else ""
-    what = FAMILIES[guess.family] + like
-    if fault is not None and guess.likeness >= _THE_SAME:
+    """A guess in words: what the fault does, where all fails as it does and as no other of the family; else what there
+    is to mend, and what the faults do that are most alike."""
+    fault, named = guess.fault, guess.faults[:_MOST_NAMED]
+    what = FAMILIES[guess.family]
+    if fault is not None and len(named) == 1 and guess.likeness >= _THE_SAME:
         what = fault.does
-    how = guess.word + (f", as in {fault.report}" if fault is not None and fault.report else "")
+    elif named:
+        what += f"; most like {'a known fault' if len(named) == 1 else 'known faults'}: "
+        what += ", or: ".join(each.does for each in named)
+    how = guess.word + (f", as in {fault.report}" if fault is not None and fault.report and len(named) == 1 else "")
     return Cause(operator, f"{'or ' if number else ''}{what} ({how})", fault.id if fault else "", guess.family)
 
 

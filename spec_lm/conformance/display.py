@@ -442,6 +442,8 @@ def _verdict(report: Report) -> str:
         return "does not conform"
     if not report.provided:
         return "provides nothing that was to be checked"
+    if not report.judged:
+        return "could not be judged"
     if report.missing:
         return f"does not provide what is required ({', '.join(report.missing)})"
     return "could not be checked in full" if report.of("error") else "conforms"

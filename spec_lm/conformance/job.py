@@ -1,14 +1,17 @@
 """What a child process does: it runs clauses, and writes what they come to into a file, a line at a time."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
+from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,10 +63,13 @@ class Job:
             os._exit(code)  # without a wait for threads, or a word from what was registered for the end
 
     def _keep_to_itself(self) -> None:
-        os.environ["TMPDIR"] = tempfile.tempdir = str(self.folder)
+        temporary = self.folder / "tmp"  # so that the folder around it, if it is removed, is no other's
+        temporary.mkdir()
+        os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
         if hasattr(os, "setsid"):
             with contextlib.suppress(PermissionError):  # it leads a group already
                 os.setsid()
+            _end_with_parent()
         keep_to_itself(self.folder / PRINTED)
         if sys.platform == "linux":
             _limit(self.memory)
@@ -102,6 +108,19 @@ def keep_to_itself(printed: Path | str = os.devnull) -> None:
         os.dup2(target, number)
     os.close(nothing)
     os.close(file)
+
+
+def _end_with_parent() -> None:
+    """Where the parent is gone without a word, so is this group of processes."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        with contextlib.suppress(OSError, ValueError):  # the implementation closed what is waited for
+            connection.wait([parent.sentinel])  # type: ignore[union-attr]
+            os.killpg(0, signal.SIGKILL)
+
+    if parent is not None:
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def _limit(memory: int | None) -> None:

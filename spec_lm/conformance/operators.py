@@ -249,6 +249,16 @@ def fresh(value: Any, device: str = "cpu") -> Any:
     return value
 
 
+def _distinct(value: Any) -> Any:
+    """Tensors of the same shapes, no entry of which is another; only floating-point ones change."""
+    if isinstance(value, Mapping):
+        return {name: _distinct(item) for name, item in value.items()}
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    count = torch.arange(1, value.numel() + 1, dtype=torch.float64) * (1 + value.ndim / 7)
+    return count.sin().reshape(value.shape).to(value.dtype)
+
+
 def _floating(arguments: Sequence[Any], names: Sequence[str]) -> dict[str, Tensor]:
     """Every floating-point tensor among the arguments by name; one in a dict goes by "weights['ln1.weight']"."""
     found: dict[str, Any] = {}
@@ -439,16 +449,26 @@ class Checked:
 
     def _choices_of(self, arguments: tuple[Any, ...], cotangent: Tensor | None) -> dict[str, str]:
         """The undeclared choices under which the result is right, as few as will do; none where it is right as it is,
-        or wrong under all."""
+        or wrong under all, or right by a coincidence of the values, which smallest counterexamples have."""
         again = replace(self, calls=None, observe=lambda ratio: None)
         try:
             raw = again(*arguments).raw if cotangent is None else _raw(again.gradients(arguments, cotangent))
         except Violation:
             return {}
         for choices in sorted(self._undeclared(), key=len):
-            if replace(again, conventions={**self.conventions, **choices})._explains(raw, arguments, cotangent):
-                return choices
+            declared = replace(again, conventions={**self.conventions, **choices})
+            if declared._explains(raw, arguments, cotangent):
+                return choices if choices and declared._explains_other_values(arguments, cotangent) else {}
         return {}
+
+    def _explains_other_values(self, arguments: tuple[Any, ...], cotangent: Tensor | None) -> bool:
+        others = tuple(_distinct(value) for value in arguments)
+        cotangent = None if cotangent is None else _distinct(cotangent)
+        try:
+            raw = self(*others).raw if cotangent is None else _raw(self.gradients(others, cotangent))
+        except Violation:
+            return False
+        return self._explains(raw, others, cotangent)
 
     def _explains(
         self, raw: Tensor | Mapping[str, Tensor], arguments: tuple[Any, ...], cotangent: Tensor | None

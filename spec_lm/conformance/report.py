@@ -11,6 +11,7 @@ from typing import Any, Literal, TextIO
 
 Status = Literal["holds", "fails", "waived", "absent", "not_judged", "error"]
 STATUSES: tuple[Status, ...] = ("holds", "fails", "waived", "absent", "not_judged", "error")
+_VERDICTS = ("holds", "fails", "waived", "error")
 
 
 class UserError(Exception):
@@ -143,6 +144,11 @@ class Report:
         return "shard" in self.header or any(outcome.outcome != "absent" for outcome in self.outcomes)
 
     @property
+    def judged(self) -> bool:
+        """Whether at least one clause came to a verdict; what one shard of a check lacks may be in another."""
+        return "shard" in self.header or any(outcome.outcome in _VERDICTS for outcome in self.outcomes)
+
+    @property
     def conforms(self) -> bool:
         """Whether nothing failed and nothing that is required is missing."""
         return self.exit_code == 0
@@ -150,10 +156,10 @@ class Report:
     @property
     def exit_code(self) -> int:
         """2 where the check was interrupted; else 1 where a clause fails; else 2 where one could not be run, what is
-        required is missing or nothing is provided; else 0."""
+        required is missing or nothing was judged; else 0."""
         if self.of("fails") and self.complete:
             return 1
-        return 2 if self.of("error") or self.missing or not self.provided or not self.complete else 0
+        return 2 if self.of("error") or self.missing or not self.judged or not self.complete else 0
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """The lines of its file: header, outcomes, footer."""

@@ -264,6 +264,7 @@ class _Worker:
 
     def begin(self) -> None:
         """Start a process for the first of the batches that are left."""
+        self._template.folder.mkdir(parents=True, exist_ok=True)  # whoever runs there may have removed it
         folder = Path(tempfile.mkdtemp(dir=self._template.folder))
         self._begun, self._found = "", None
         batch, known = self._batches[0], self._known.get(operator_of(self._next))
@@ -367,7 +368,7 @@ class _Child:
 
     def _note(self, line: dict[str, Any]) -> None:
         kind = line.get("kind")
-        if kind == "process":
+        if kind == "process" and not self._is_running:  # a second such line is none of ours
             self._is_running, self._server = True, int(line["parent"]) if self._is_forked else None
         self.has_ended = self.has_ended or kind == "end"
         if kind != "found":  # what was found leaves its clause no more time
@@ -419,6 +420,8 @@ def _strays(server: int) -> list[int]:
     """What is below the process that children are forked from, and below no child that runs: it inherits what children
     leave behind."""
     parents = dict(_parents())
+    if parents.get(server) != os.getpid():
+        return []
     children = {process.pid for process in multiprocessing.active_children()}
     strays = []
     for pid in parents:

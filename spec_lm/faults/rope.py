@@ -62,6 +62,19 @@ def table_of_neighbors_rotation_by_halves(x, positions, theta, max_seq_len):
 @fault(
     ROPE,
     family="positions",
+    does="splits neighbors and joins the turned entries as halves: they lie in another order",
+    detected_by=("position_0_is_the_identity", "agrees_with_the_oracle"),
+    mistake="x[..., 0::2] and x[..., 1::2] are put together by cat, which is right for halves.",
+)
+def neighbors_joined_as_halves(x, positions, theta, max_seq_len):
+    cos, sin = _table(positions, x.shape[-1], theta)
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
+
+
+@fault(
+    ROPE,
+    family="positions",
     does="turns in the opposite direction",
     detected_by="pair_i_turns_by_position_times_theta_to_minus_2i_over_d",
     mistake="Inner products of two rotated vectors do not see the direction.",

@@ -11,6 +11,7 @@ from spec_lm.conformance import oracle
 from spec_lm.conformance.bounds import CONVENTIONS, FOLLOWED
 from spec_lm.conformance.operators import OPERATORS, Checked, to_numpy
 from spec_lm.conformance.tolerance import Violation, bit_equal, close
+from spec_lm.faults import catalogue
 
 ROPE = "rope"
 ATTENTION = "scaled_dot_product_attention"
@@ -105,3 +106,13 @@ def test_products_that_are_declared_to_lose_bits_are_not_asked_for_them():
     output = Checked(OPERATORS["linear"], lambda *_: nearly, {"accumulation": "tf32"})(*call)
     bit_equal(output, 2.0)
     bit_equal(output[0], 2.0)
+
+
+def test_values_that_coincide_name_no_convention():
+    """On a row of equal entries neighbors joined as halves are halves; on any other they are nothing that is known."""
+    fault = catalogue()["rope.neighbors_joined_as_halves"]
+    arguments = torch.full((1, 3, 8), 1.5), torch.tensor([1, 2, 5]), 100.0, 8
+    checked = Checked(OPERATORS[ROPE], fault.function)
+    with pytest.raises(Violation, match="differ") as seen, checked.naming(*arguments):
+        close(checked(*arguments), checked.exact(*arguments))
+    assert "declare" not in str(seen.value)

@@ -108,6 +108,14 @@ OTHER = {
     "differs from call to call": Case("return GOOD + (next(CALLS) % 3 == 1)", "fails", "nondeterministic"),
     "differs with the time": Case("return GOOD + 1 + time.perf_counter_ns() % 100", "fails"),
     "differs at random": Case("return GOOD + 1 + random.random()", "fails"),
+    "forges a line of its process": Case(
+        "folder = os.path.dirname(os.environ['TMPDIR'])\n"
+        "    open(folder + '/lines.jsonl', 'a').write('{\"kind\": \"process\", \"parent\": 1}\\n'); return GOOD",
+        "holds",
+    ),
+    "removes the folder of its lines": Case(
+        "__import__('shutil').rmtree(os.path.dirname(os.environ['TMPDIR'])); return GOOD", "error", "exit code 0"
+    ),
 }
 SOFTMAX, *HOSTILE = OPERATORS
 BATCHES = {

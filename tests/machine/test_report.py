@@ -36,6 +36,7 @@ def report(*outcomes: Outcome, **kwargs) -> Report:
         (report(outcome(), outcome("absent", "silu"), required=("all",)), 2),
         (report(outcome(), outcome("absent", "silu"), required=("softmax",)), 0),
         (report(outcome("absent")), 2),
+        (report(outcome("not_judged")), 2),
         (report(), 2),
         (report(outcome(), complete=False), 2),
         (report(outcome("fails"), complete=False), 2),

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -206,7 +208,7 @@ def test_what_may_end_a_context_are_names_of_clauses():
 # -------------------------------------------------------------------------------------------------------- interrupts
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_ends_the_check_and_what_is_known_is_told(spec_lm_command, write, number):
     """The implementation itself interrupts the check, and never returns."""
     text = f"{GOOD}\ndef linear(x, weight):\n    os.kill({os.getpid()}, {int(number)})\n    time.sleep(1000)\n"
@@ -216,3 +218,30 @@ def test_an_interrupt_ends_the_check_and_what_is_known_is_told(spec_lm_command, 
     assert ran.code == 2
     assert ran.last_line == "adapters.py was not checked to the end: 3 of 4 MUST clauses ran, 3 hold"
     assert '"complete": false' in Path("out.jsonl").read_text().splitlines()[-1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what runs is looked for in /proc")
+def test_a_process_ends_with_the_check_that_is_killed(write, tmp_path):
+    """Not even a check that cannot say a word any more leaves a process that hangs."""
+    hangs = f"def silu(x):\n    open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n    while True: pass\n"
+    path = str(write("adapters.py", f"{GOOD}\n{hangs}"))
+    check = subprocess.Popen([sys.executable, "-m", "spec_lm", "check", path, "--clause", SILU], cwd=tmp_path)
+    pid = int(eventually(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text()))
+    check.kill()
+    check.wait()
+    assert eventually(lambda: not is_running(pid))
+
+
+def eventually(seen, seconds=60.0):
+    """What is seen as soon as it is there, or what it is when time is up."""
+    end = time.monotonic() + seconds
+    while not (found := seen()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
