@@ -17,6 +17,11 @@ Fill them in one after another: one that raises NotImplementedError counts as no
 
     spec-lm check {adapters}
     spec-lm clauses --operator softmax      what is checked
+
+The weights of a block, by name: attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight, attn.output_proj.weight
+(d_model, d_model); ln1.weight, ln2.weight (d_model,); ffn.w1.weight, ffn.w3.weight (d_ff, d_model); ffn.w2.weight
+(d_model, d_ff). Of a model: token_embeddings.weight, lm_head.weight (vocab_size, d_model); ln_final.weight (d_model,);
+and those of block N as layers.N.attn.q_proj.weight, ..
 """
 
 from torch import Tensor
@@ -48,7 +53,7 @@ jobs:
       - uses: actions/checkout@v5
       - uses: actions/setup-python@v6
         with:
-          python-version: "3.12"
+          python-version: "3.11"
       - name: Install spec-lm (add what your code needs)
         run: pip install spec-lm
       - name: Check

@@ -134,6 +134,11 @@ class ReportPage:
         return _by_operator(page for page in self.clauses if page.outcome.outcome in ("fails", "error"))
 
     @property
+    def waived(self) -> list[ClausePage]:
+        """What fails and is accepted, with the reason in its message."""
+        return [page for page in self.clauses if page.outcome.outcome == "waived"]
+
+    @property
     def others(self) -> dict[str, list[ClausePage]]:
         """All other outcomes, by operator."""
         return _by_operator(page for page in self.clauses if page.outcome.outcome not in ("fails", "error"))

@@ -97,6 +97,13 @@ def test_every_format_goes_to_stdout_or_into_a_file(spec_lm_command, report):
 # ----------------------------------------------------------------------------------------------------------- Markdown
 
 
+def test_markdown_names_what_is_waived_and_why(report):
+    waived = tuple(replace(o, outcome="waived", message="see issue 12 *now*") for o in report.of("fails"))
+    page = as_html(markdown_text([replace(report, outcomes=(*report.of("holds"), *waived))], "out.jsonl"))
+    assert "Waived: 1" in page.text
+    assert "softmax.large_inputs_stay_finite: see issue 12 *now*" in page.text
+
+
 def test_markdown_has_verdict_counts_and_each_failure_with_its_code(report):
     code = "from adapters import softmax\nassert softmax"
     told = replace(report, outcomes=tuple(replace(o, reproduction=code) for o in report))
