@@ -312,7 +312,7 @@ def model(device: str) -> Iterator[Case]:
     for compiled in (False, True):
         yield from _both(Case(_LM, LM, device=device, compiled=compiled))
     for sequence in (1024, 2048, 4096, 8192, 16384):
-        sizes = Sizes(batch=1, sequence=sequence, d_model=64, heads=1)
+        sizes = Sizes(batch=1, sequence=sequence, d_model=128, heads=1)
         yield Case(_ATTENTION, sizes, device=device, scan="sequence", memory=True)
 
 

@@ -114,7 +114,7 @@ def run(asked: Asked, tell: Callable[[str], None] = lambda text: None) -> dict[s
         asked.threads,
     )
     tell(f"measures {sum(len(names) for _, names in timed)} figures in {asked.sessions} sessions each")
-    data = _measured(plan) if plan.work else {"benchmarks": [], "machine_info": {"spec_lm": {}}, "spec_lm": {}}
+    data = measured(plan) if plan.work else {"benchmarks": [], "machine_info": {"spec_lm": {}}, "spec_lm": {}}
     for bench in data["benchmarks"]:
         bench["stats"].pop("data", None)  # every round of every session: megabytes that no report shows
     told = {"asked": {**vars(asked)}, "verdicts": verdicts, "work": [(case.told(), names) for case, names in work]}
@@ -167,7 +167,7 @@ def _checked(variant: Variant, ids: list[str], dtype: str, asked: Asked) -> dict
     return found
 
 
-def _measured(plan: Plan) -> dict[str, Any]:
+def measured(plan: Plan) -> dict[str, Any]:
     """The plan carried out in a process of its own.
 
     Raises:

@@ -229,8 +229,11 @@ def _x_transformers() -> Variant:
         attend = Attend(causal=False, flash=False).eval()
         if mask is not None:
             mask = mask.expand(*query.shape[:-1], key.shape[-2])  # of two axes it would be read as (batch, keys)
+            mask = mask[:, None] if mask.ndim == 3 else mask
 
         def average(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if query.ndim == 3:  # as of one head
+                return attend(query[:, None], key[:, None], value[:, None], mask=mask)[0][:, 0]
             return attend(query, key, value, mask=mask)[0]
 
         return average, (query, key, value), (query, key, value)

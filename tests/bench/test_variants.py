@@ -48,7 +48,7 @@ def test_training_gives_a_gradient_of_every_weight(name):
             assert all(each is not None and each.isfinite().all() for each in gradients)
 
 
-@pytest.mark.parametrize("name", ["matmul_attention", "one_projection"])
+@pytest.mark.parametrize("name", ["matmul_attention", "one_projection", NAMES[-1]])
 def test_a_variant_is_checked_as_it_is_measured(name):
     report = spec_lm.check(f"spec_lm.bench.variants:{name}", examples=3)
     assert report.conforms, report
