@@ -7,6 +7,7 @@ A thin front end: it prints what the runner emits. Nothing heavy is imported bef
 import contextlib
 import io
 import json
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -166,7 +167,7 @@ def check(
         asked |= declared.asked(named, level, examples, conventions, supports)
         checks = _Checks(new_console(), sinks, asked, quiet, all_failures, str(again) if again else "", how)
         codes = [checks.one(each) for each in _grouped(named)]
-        if xml is not None:
+        if xml is not None and checks.reports:
             _write_junit(xml, checks.reports)
     is_whole = not checks.interrupted and not any(sink.required and sink.has_failed for sink in sinks)
     raise typer.Exit(ERROR if not is_whole else 1 if 1 in codes else max(codes))
@@ -286,10 +287,27 @@ def _last_file(files: contextlib.ExitStack) -> TextIO | None:
         ignored = LAST.parent / ".gitignore"
         if not ignored.exists():
             ignored.write_text("*\n", encoding="utf-8")
-        return files.enter_context(LAST.open("w", encoding="utf-8"))
+        return files.enter_context(_moved_to_last())
     except OSError as error:
         say(f"spec-lm: {LAST} cannot be written ({error.strerror}); failures of this check cannot be replayed from it")
         return None
+
+
+@contextlib.contextmanager
+def _moved_to_last() -> Iterator[TextIO]:
+    """A file of this check's own, since others may run in the folder; it becomes the last report at its end, unless
+    nothing was written."""
+    own = LAST.with_name(f".{secrets.token_hex(8)}.jsonl")
+    with own.open("x", encoding="utf-8") as file:
+        try:
+            yield file
+        finally:
+            with contextlib.suppress(OSError):  # of a full disk, which was told
+                file.close()
+            try:
+                own.replace(LAST) if own.stat().st_size else own.unlink()
+            except OSError as error:
+                say(f"spec-lm: {LAST} cannot be written ({error.strerror}); this check's report is {own}")
 
 
 def _write_junit(file: TextIO, reports: list[Report]) -> None:
@@ -330,6 +348,7 @@ class _Checks:
             self.interrupted = True
             report = Report(view.header, tuple(view.outcomes), tuple(view.header.get("required", ())), complete=False)
             if not view.header:
+                say(f"spec-lm: interrupted before {'the next' if self.reports else 'anything'} was checked")
                 return ERROR
         self._finish(view, report, implementation is None)
         return report.exit_code

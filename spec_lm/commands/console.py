@@ -1,6 +1,9 @@
 """How every command prints: text as it is, and what the user can mend as one message."""
 
 import contextlib
+import io
+import os
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +14,7 @@ import typer
 from spec_lm.conformance.report import UserError, printable
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
     from rich.console import Console
 
 ERROR = 2
@@ -36,11 +40,14 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[TextIO]:
-    """A file to write to, opened before anything runs, so that a wrong path is told at once."""
+    """A file to write to, opened before anything runs, so that a wrong path is told at once; what it held stays until
+    something is written, and one that nothing is written to is not left behind."""
+    is_new = not os.path.lexists(path)
     try:
-        file = path.open("w", encoding="utf-8")
+        raw = _Replacing(path, "a")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+    file = io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace")
     try:
         yield file
     finally:
@@ -48,13 +55,35 @@ def written(path: Path) -> Iterator[TextIO]:
             file.close()
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from error
+        finally:
+            if is_new and not raw.has_begun:
+                path.unlink(missing_ok=True)
+
+
+class _Replacing(io.FileIO):
+    """A file opened to append, which loses what it held at the first write; what is no regular file has nothing to."""
+
+    has_begun = False
+
+    def write(self, data: "ReadableBuffer", /) -> int | None:
+        """Write bytes."""
+        if not self.has_begun and stat.S_ISREG(os.fstat(self.fileno()).st_mode):
+            self.truncate(0)
+        self.has_begun = True
+        return super().write(data)
 
 
 def new_console() -> "Console":
-    """A terminal that interprets nothing in what it is given."""
+    """A terminal that interprets nothing in what it is given. Where its reader goes away, as `head` does, nothing more
+    is printed; what else there is to do is done."""
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    class Unread(Console):
+        def on_broken_pipe(self) -> None:
+            with contextlib.suppress(SystemExit):
+                super().on_broken_pipe()
+
+    return Unread(highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def print_text(console: "Console", text: str, style: str = "") -> None:

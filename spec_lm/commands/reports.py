@@ -195,7 +195,7 @@ def replay(
 
     with mendable():
         wanted = [known_clause(clause).id] if clause else []
-        reports = read_reports(report)
+        reports = _read(report)
         failed = [outcome for each in reports for outcome in each.of("fails")]
         if wanted and wanted[0] not in [outcome.clause for outcome in failed]:
             raise UserError(f"{report} holds no counterexample of {clause}; {_stored_text(failed)}")

@@ -145,9 +145,11 @@ def _rounded(number: float, dtype: str) -> float:
     """The nearest number of a dtype; what lies beyond its range stays as it is."""
     if dtype == "bfloat16":
         rounded = float(torch.tensor(number, dtype=torch.float64).bfloat16())
-    else:  # NumPy knows it, and is faster at single numbers
+    elif dtype in ("float16", "float32"):  # NumPy knows them, and is faster at single numbers
         with np.errstate(over="ignore"):
             rounded = float(np.dtype(dtype).type(number))
+    else:
+        rounded = number
     return rounded if math.isfinite(rounded) else number
 
 
@@ -230,8 +232,11 @@ def _side_text(side: Any, index: list[int], dtype: str) -> str:
         return text
     if not index or not isinstance(side, list):
         return numbers_text(side, dtype, longest=_WIDTH - _LABEL)
-    for axis in index[:-1]:
-        side = side[axis if len(side) > 1 else 0]
+    try:
+        for axis in index[:-1]:
+            side = side[axis if len(side) > 1 else 0]
+    except (IndexError, TypeError):  # a report may have been written by hand
+        return numbers_text(side, dtype, longest=_WIDTH - _LABEL)
     first = max(0, index[-1] - _AROUND)
     return _window_text(side[first : index[-1] + _AROUND + 1], first, index, dtype)
 

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from spec_lm.conformance.lines import is_deep, wrong_in
+
 Status = Literal["holds", "fails", "waived", "absent", "not_judged", "error"]
 STATUSES: tuple[Status, ...] = ("holds", "fails", "waived", "absent", "not_judged", "error")
 _VERDICTS = ("holds", "fails", "waived", "error")
@@ -245,32 +247,38 @@ def read_reports(path: str | Path) -> list[Report]:
     Raises:
         ReportError: the file is missing, or a line is not one of a report.
     """
+    mend = "write one with `spec-lm check --report`"
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ReportError(f"cannot read {path}: {error.strerror}; write one with `spec-lm check --report`") from error
+        raise ReportError(f"cannot read {path}: {error.strerror}; {mend}") from error
+    except UnicodeDecodeError:
+        raise ReportError(f"cannot read {path}: it is no text in UTF-8, as a report is; {mend}") from None
     reports: list[Report] = []
-    for number, line in enumerate(filter(str.strip, text.splitlines()), 1):
-        _read_line(reports, line, lambda why, n=number: ReportError(f"{path}, line {n}: {why}"))
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            _read_line(reports, line, lambda why, n=number: ReportError(f"{path}, line {n}: {why}"))
     return reports
 
 
-def _read_line(reports: list[Report], line: str, error: Callable[[str], ReportError]) -> None:
-    try:
-        data = json.loads(line)
-        kind = data.pop("kind")
-    except (ValueError, KeyError, AttributeError, TypeError) as broken:
-        raise error("not a line of a report (JSON with a kind)") from broken
+def _read_line(reports: list[Report], text: str, error: Callable[[str], ReportError]) -> None:
+    line: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
+        line = json.loads(text)
+    if wrong := "nested too deep" if is_deep(line) else wrong_in(line):
+        raise error(wrong)
+    kind = line.pop("kind")
     if kind == "header":
-        reports.append(Report(data, (), complete=False))
-    elif kind not in ("outcome", "footer") or not reports:
-        raise error(f"a line of kind {kind!r} before any header" if not reports else f"unknown kind {kind!r}")
-    elif kind == "outcome":
-        reports[-1] = Report(reports[-1].header, (*reports[-1].outcomes, outcome_from(data)), complete=False)
+        reports.append(Report(line, (), complete=False))
+        return
+    if not reports:
+        raise error(f"a line of kind {kind!r} before any header")
+    last = reports[-1]
+    if kind == "outcome":
+        reports[-1] = Report(last.header, (*last.outcomes, outcome_from(line)), complete=False)
     else:
-        last = reports[-1]
-        causes = tuple(Cause(**_known(cause, Cause)) for cause in data.get("diagnosis", ()))
-        required, complete = tuple(data.get("required", ())), data.get("complete", False)
+        causes = tuple(Cause(**_known(cause, Cause)) for cause in line.get("diagnosis", ()))
+        required, complete = tuple(line.get("required", ())), line.get("complete", False)
         reports[-1] = Report(last.header, last.outcomes, required, complete, causes)
 
 

@@ -93,8 +93,8 @@ def merged(parts: Mapping[str, Report]) -> Report:
         raise ReportError(
             f"not all shards are there: {missing} missing; there are {', '.join(map(str, shards.values()))}"
         )
-    order = list(OPERATORS)
-    outcomes = sorted((o for report in parts.values() for o in report), key=lambda o: order.index(o.operator))
+    rank = {operator: place for place, operator in enumerate(OPERATORS)}
+    outcomes = sorted((o for report in parts.values() for o in report), key=lambda o: rank.get(o.operator, len(rank)))
     header = {name: value for name, value in parts[first].header.items() if name not in ("shard", "clauses_in_all")}
     header["clauses"] = parts[first].header["clauses_in_all"]
     if len(outcomes) != header["clauses"] or len({outcome.clause for outcome in outcomes}) != len(outcomes):
@@ -110,7 +110,7 @@ def _shards(parts: Mapping[str, Report]) -> dict[str, Shard]:
     """
     found: dict[str, Shard] = {}
     for name, report in parts.items():
-        if "shard" not in report.header:
+        if not {"shard", "clauses_in_all"} <= report.header.keys():
             raise ReportError(f"{name} is a whole report; parts of one are written by `spec-lm check --shard I/N`")
         if not report.complete:
             raise ReportError(f"{name} is incomplete: its check did not end; run it again")

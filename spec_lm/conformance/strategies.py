@@ -648,6 +648,11 @@ def from_json(data: Any) -> Any:
         name = data.get("recipe")
         if name not in RECIPES:
             raise ValueError(f"no recipe named {name!r}; known are {', '.join(RECIPES)}")
+        shape, layout = data.get("shape", []), data.get("layout", LAYOUTS[0])
+        if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+            raise ValueError(f"its shape is {shape!r}, expected a list of sizes")
+        if layout not in LAYOUTS:
+            raise ValueError(f"its layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
         return RECIPES[name](**{key: from_json(value) for key, value in data.items() if key != "recipe"})
     return tuple(from_json(item) for item in data) if isinstance(data, list) else data
 

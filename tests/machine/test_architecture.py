@@ -26,6 +26,7 @@ RANKS = {
     "spec_lm.conformance.operators": 1,
     "spec_lm.conformance.strategies": 2,
     "spec_lm.conformance.clause": 2,
+    "spec_lm.conformance.lines": 3,
     "spec_lm.conformance.report": 3,
     "spec_lm.conformance.changes": 3,
     "spec_lm.conformance.diagnosis": 3,

@@ -12,6 +12,7 @@ VERSIONS = {"spec_lm": "0.1.0", "torch": "2.13.0"}
 def report(implementation="a.py", complete=True, seed=0, versions=VERSIONS, **came_to) -> Report:
     """Clauses of softmax by name and what they came to."""
     header = {"implementation": implementation, "seed": seed, "versions": versions, "level": "must"}
+    header |= {"spec": 1, "device": "cpu", "dtype": "float32", "examples": 5}
     outcomes = (Outcome(f"softmax.{n}", "softmax", "must", status, f"seen {n}") for n, status in came_to.items())
     return Report(header, tuple(outcomes), complete=complete)
 

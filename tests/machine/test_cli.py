@@ -222,6 +222,80 @@ def test_where_the_last_report_cannot_be_written_it_says_so_and_goes_on(spec_lm_
     assert "again" not in ran.out
 
 
+@pytest.mark.parametrize("wrong", [("--operator", "sofmax"), ("no_such_module",)])
+def test_a_check_that_does_not_begin_leaves_the_files_it_would_have_written(spec_lm_command, wrong):
+    assert spec_lm_command("check", *HOLDS, "--report", "old.jsonl", "--junit", "old.xml").code == 0
+    before = {path: path.read_bytes() for path in (Path("old.jsonl"), Path("old.xml"), Path(".spec-lm/last.jsonl"))}
+    assert spec_lm_command("check", *wrong, "--report", "old.jsonl", "--junit", "old.xml").code == 2
+    assert {path: path.read_bytes() for path in before} == before
+    assert spec_lm_command("check", *wrong, "--report", "new.jsonl").code == 2
+    assert sorted(Path().rglob("*.jsonl")) == [Path(".spec-lm/last.jsonl"), Path("old.jsonl")]
+
+
+def test_a_report_is_written_over_a_longer_one_and_through_a_link(spec_lm_command):
+    Path("real.jsonl").write_text("old\n" * 100_000)
+    Path("link.jsonl").symlink_to("real.jsonl")
+    assert spec_lm_command("check", *HOLDS, "--report", "link.jsonl").code == 0
+    assert [line["kind"] for line in lines_of(Path("real.jsonl"))][:: len(lines_of(Path("link.jsonl"))) - 1] == [
+        "header",
+        "footer",
+    ]
+
+
+def test_two_checks_at_once_in_one_folder_each_write_a_whole_last_report(spec_lm_command, write):
+    """The first check runs a second one, so that both have begun before either has ended."""
+    write(
+        "adapters.py",
+        """
+        import subprocess, sys, torch
+        def softmax(x, dim):
+            return torch.softmax(x, dim)
+        check = "check softmax=torch:softmax --clause softmax.any_dim --examples 1".split()
+        def silu(x, run=[]):
+            if not run:
+                run.append(subprocess.run([sys.executable, "-m", "spec_lm", *check], check=True))
+                open("between.jsonl", "w").write(open(".spec-lm/last.jsonl").read())
+            return torch.nn.functional.silu(x)
+        """,
+    )
+    chosen = ("--clause", "softmax.sums_to_one", "--clause", "silu.agrees_with_the_oracle", "--examples", "1")
+    assert spec_lm_command("check", "adapters.py", *chosen, "--in-process").code == 0
+    for path, clauses in (("between.jsonl", ["softmax.any_dim"]), (".spec-lm/last.jsonl", [chosen[1], chosen[3]])):
+        _, *outcomes, footer = lines_of(Path(path))
+        assert [line["clause"] for line in outcomes] == clauses
+        assert footer["complete"]
+
+
+def test_an_interrupt_before_anything_was_checked_says_so_and_leaves_the_old_report(spec_lm_command, write):
+    assert spec_lm_command("check", *HOLDS, "--report", "old.jsonl").code == 0
+    before = Path("old.jsonl").read_bytes(), Path(".spec-lm/last.jsonl").read_bytes()
+    write("adapters.py", "raise KeyboardInterrupt\n")
+    ran = spec_lm_command("check", "adapters.py", "--report", "old.jsonl", "--in-process")
+    assert (ran.code, ran.err) == (2, "spec-lm: interrupted before anything was checked\n")
+    assert (Path("old.jsonl").read_bytes(), Path(".spec-lm/last.jsonl").read_bytes()) == before
+
+
+def test_a_reader_that_goes_away_changes_neither_the_report_nor_the_exit_code(tmp_path):
+    """As `| head` does: here the pipe has no reader from the start."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "spec_lm", "check", *HOLDS, "--report", "out.jsonl"]
+    ran = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    os.close(writes)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert lines_of(tmp_path / "out.jsonl")[-1]["complete"]
+
+
+def test_a_lone_surrogate_is_written_as_an_escape(spec_lm_command):
+    spec_lm_command("check", *HOLDS)
+    header, *rest = lines_of(Path(".spec-lm/last.jsonl"))
+    header["implementation"] = "a\ud800b"
+    Path("odd.jsonl").write_text("\n".join(map(json.dumps, [header, *rest])))
+    for format in ("terminal", "markdown", "html", "junit"):
+        assert spec_lm_command("report", "odd.jsonl", "--format", format, "--output", "out").code == 0
+        assert "\\ud800" in Path("out").read_text(encoding="utf-8")
+
+
 def test_quiet_prints_failures_and_the_last_line_only(spec_lm_command, write):
     write("adapters.py", NAIVE)
     assert spec_lm_command("check", *HOLDS, "--quiet").out.count("\n") == 1

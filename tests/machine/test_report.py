@@ -3,16 +3,19 @@
 import json
 import math
 import xml.etree.ElementTree as ET
-from dataclasses import replace
+from dataclasses import MISSING, Field, fields, replace
 from typing import Any
 
 import pytest
 
 import spec_lm
 from spec_lm.conformance.junit import junit_text
+from spec_lm.conformance.lines import NEEDED, OTHERS
 from spec_lm.conformance.report import Cause, Outcome, Report, ReportError, printable, read_reports
 
-HEADER = {"implementation": "adapters.py", "level": "must"}
+HEADER = {"implementation": "adapters.py", "spec": 1, "versions": {"spec_lm": "0.1.0", "torch": "2.13.0"}}
+HEADER |= {"dtype": "float32", "device": "cpu", "seed": 0, "examples": 5, "level": "must"}
+EVIDENCE = {"got": [1.0], "expected": [2.0], "index": [0], "error": 1.0, "bound": 0.1}
 
 
 def outcome(status: Any = "holds", operator="softmax", **kwargs) -> Outcome:
@@ -73,7 +76,7 @@ def test_files_of_older_and_newer_versions_are_read(tmp_path):
 
 
 def test_lines_are_strict_json_with_inf_and_nan_as_strings(tmp_path):
-    evidence = {"got": [math.nan, -math.inf], "index": []}
+    evidence = {**EVIDENCE, "got": [math.nan, -math.inf]}
     report(outcome("fails", worst=math.inf, evidence=evidence)).write(tmp_path / "out.jsonl")
     line = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[1], parse_constant=pytest.fail)
     assert (line["worst"], line["evidence"]["got"]) == ("inf", ["nan", "-inf"])
@@ -95,10 +98,73 @@ def test_several_reports_in_one_file_are_read_apart(tmp_path):
     assert [len(each.outcomes) for each in read_reports(path)] == [1, 1]
 
 
-@pytest.mark.parametrize("text", ["hello", "[]", "{}", '{"kind": "outcome"}', '{"kind": "header"}\n{"kind": "song"}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("hello", "[]", "{}", "[" * 200_000, '{"kind": ["x"]}', '{"kind": "footer"}', '{"kind": "header"}'),
+        json.dumps({"kind": "header", **HEADER}) + '\n{"kind": "song"}',
+        json.dumps({"kind": "header", **HEADER}) + '\n{"kind": "outcome", "clause": "softmax.any_dim"}',
+    ],
+)
 def test_a_line_that_is_none_of_a_report_is_named(tmp_path, text):
     (tmp_path / "out.jsonl").write_text(text)
     with pytest.raises(ReportError, match=rf"out\.jsonl, line {len(text.splitlines())}: "):
+        read_reports(tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "said"),
+    [
+        ("header", "versions", "str", "versions is 'str', expected an object"),
+        ("header", "supports", [1], "supports is [1], expected an object"),
+        ("header", "seed", 10**30, "seed is 1000"),
+        ("outcome", "clause", 5, "clause is 5, expected a clause's id"),
+        ("outcome", "operator", None, "operator is None, expected an operator's name"),
+        ("outcome", "outcome", "bogus", "outcome is 'bogus', expected one of holds, fails"),
+        ("outcome", "message", 7, "message is 7, expected a text"),
+        ("outcome", "worst", "abc", "worst is 'abc', expected a number"),
+        ("outcome", "seconds", "nan", "seconds is 'nan', expected seconds, a number"),
+        ("outcome", "counterexample", {"values": 3}, "counterexample.values is 3, expected an object"),
+        ("outcome", "counterexample", {"values": {"x": {"shape": 1}}}, "counterexample.values['x'].shape is 1"),
+        (
+            "outcome",
+            "evidence",
+            {**EVIDENCE, "got": [[1], 2]},
+            "evidence.got is [[1], 2], expected a number",
+        ),
+        ("outcome", "evidence", {**EVIDENCE, "bound": None}, "evidence has one of error and bound"),
+        ("outcome", "evidence", {"got": 1}, "evidence.expected is missing"),
+        ("outcome", "reached", {"a": {"b": [[[[[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]]]]}}, "nested too deep"),
+        ("footer", "required", 5, "required is 5, expected a list of texts"),
+        ("footer", "complete", "yes", "complete is 'yes', expected true or false"),
+        ("footer", "diagnosis", "abc", "diagnosis is 'abc', expected a list"),
+        ("footer", "diagnosis", [3], "diagnosis[0] is 3, expected an object"),
+    ],
+)
+def test_a_field_of_another_type_is_named_with_what_was_expected(tmp_path, kind, field, value, said):
+    report(outcome("fails", evidence=EVIDENCE)).write(tmp_path / "out.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    number = next(number for number, line in enumerate(lines) if line["kind"] == kind)
+    lines[number][field] = value
+    (tmp_path / "out.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
+    with pytest.raises(ReportError) as refused:
+        read_reports(tmp_path / "out.jsonl")
+    assert f"out.jsonl, line {2 * number + 1}: {said}" in str(refused.value)
+
+
+def test_every_field_of_an_outcome_and_a_cause_has_its_type_and_those_without_default_are_needed():
+    for kind, table in (("outcome", Outcome), ("cause", Cause)):
+        assert set(NEEDED[kind]) == {each.name for each in fields(table) if required(each)}
+        assert set(NEEDED[kind] | OTHERS[kind]) == {each.name for each in fields(table)}
+
+
+def required(field: Field) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def test_a_file_that_is_no_text_is_told(tmp_path):
+    (tmp_path / "out.jsonl").write_bytes(b"\xff\xfe{")
+    with pytest.raises(ReportError, match="it is no text in UTF-8"):
         read_reports(tmp_path / "out.jsonl")
 
 

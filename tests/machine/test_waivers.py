@@ -92,6 +92,21 @@ def test_a_counterexample_that_cannot_be_read_is_an_error_of_the_waiver(recipes)
     assert report[CLAUSE].message.startswith("mend the waiver: softmax.large_inputs_stay_finite: ")
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"shape": [-1]}, "its shape is [-1], expected a list of sizes"),
+        ({"shape": [1.5]}, "its shape is [1.5], expected a list of sizes"),
+        ({"layout": "song"}, "its layout is 'song', expected one of contiguous, "),
+    ],
+)
+def test_a_pinned_recipe_that_makes_no_sense_is_an_error_of_the_waiver(pinned, change, said):
+    recipes = {"x": {**pinned[CLAUSE]["counterexample"]["x"], **change}}
+    found = checked(naive, {CLAUSE: {"reason": "why", "counterexample": recipes}})[CLAUSE]
+    assert found.outcome == "error"
+    assert found.message.startswith(f"mend the waiver: {CLAUSE}: its counterexample cannot be read: {said}")
+
+
 def test_a_waived_feature_still_leaves_the_draws_of_the_other_clauses():
     """With its counterexample pinned too: the other clauses must not fail for what is waived."""
     operator = "scaled_dot_product_attention"
