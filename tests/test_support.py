@@ -72,3 +72,24 @@ def test_a_number_of_axes_counts_those_of_each_operators_first_argument():
     report = spec_lm.check({"softmax": four_axes}, operators=["softmax"], supports={"axes": [4]}, examples=10)
     assert report["softmax.agrees_with_the_oracle"].outcome == "holds"
     assert report.of("fails", "error") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("n", {"multiple_of": 0}, "sizes from 1 to"),
+        ("n", {"multiples": 2}, "multiple_of"),
+        ("n", ["a"], "sizes from 1 to"),
+        ("n", [], "sizes from 1 to"),
+        ("n", [True], "sizes from 1 to"),
+        ("n", [100000000000], "sizes from 1 to 262144"),
+        ("d_head", 5, "a list of sizes"),
+        ("dtype", "float32", "a list of float32, float64"),
+        ("dtype", ["float8"], "a list of float32, float64"),
+        ("mask", ["diagonal"], "a list of none, all, causal, random"),
+        ("axes", {"multiple_of": 2}, "a list of numbers from 0"),
+    ],
+)
+def test_a_support_that_is_not_understood_is_told_with_what_is_expected(name, given, expected):
+    with pytest.raises(UsageError, match=f"^support {name} is .*, expected .*{expected}"):
+        spec_lm.check({"softmax": torch.softmax}, supports={name: given}, clauses=["softmax.any_dim"], examples=1)

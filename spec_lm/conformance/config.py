@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_lm.conformance.clause import nearest
+from spec_lm.conformance.declarations import wrong_conventions, wrong_supports
 from spec_lm.conformance.report import UserError
 from spec_lm.conformance.waivers import Waiver, waivers_of
 
@@ -86,13 +87,18 @@ def read_config(path: Path | None = None) -> Config:
         if not isinstance(value, _KINDS[key]) or isinstance(value, bool):
             expected = " or ".join(_WORDS[kind] for kind in _KINDS[key])
             raise UserError(f"{place}.{key}: is {value!r}, expected {expected}")
+    for key, wrong in (("conventions", wrong_conventions), ("supports", wrong_supports)):
+        if why := wrong(data.get(key, {})):
+            raise UserError(f"{place}.{key}: {why}")
     named = data.pop("implementation", ())
+    specs = (named,) if isinstance(named, str) else tuple(named)
+    if not all(isinstance(spec, str) and spec.strip() for spec in specs):
+        raise UserError(f"{place}.implementation: is {named!r}, expected a path, a module, or a list of pairs as text")
     waivers = waivers_of(data.pop("waivers", {}), f"{place}.waivers")
     if data.get("level", "must") not in ("must", "should"):
         raise UserError(f"{place}.level: is {data['level']!r}, expected 'must' or 'should'")
     if data.get("examples", 1) < 1:
         raise UserError(f"{place}.examples: is {data['examples']}; at least 1 must be drawn")
-    specs = (named,) if isinstance(named, str) else tuple(map(str, named))
     return Config(file, tuple(_seen_from_here(spec, file) for spec in specs), waivers=waivers, **data)
 
 
@@ -114,14 +120,20 @@ def _table_of(file: Path, required: bool) -> dict[str, Any]:
         raise UserError(f"cannot read {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{file} is no TOML: {error}") from error
-    table = data.get("tool", {}).get("spec-lm") if isinstance(data.get("tool", {}), dict) else None
-    if isinstance(table, dict):
-        return dict(table)
+    tools = _is_table(data.get("tool", {}), f"{file}, tool")
+    if "spec-lm" in tools:
+        return dict(_is_table(tools["spec-lm"], f"{file}, {TABLE}"))
     if file.name != PROJECT:
         return {key: value for key, value in data.items() if key != "tool"}
     if required:
         raise UserError(f"{file} has no [{TABLE}]")
     return {}
+
+
+def _is_table(given: Any, place: str) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise UserError(f"{place}: is {given!r}, expected a table")
+    return given
 
 
 def _seen_from_here(spec: str, file: Path) -> str:

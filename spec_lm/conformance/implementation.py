@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from spec_lm.conformance.clause import nearest
+from spec_lm.conformance.declarations import wrong_conventions, wrong_supports
 from spec_lm.conformance.operators import OPERATORS, Operator
 from spec_lm.conformance.report import UserError
 from spec_lm.conformance.script import Origin, is_taken, quoted
@@ -90,7 +91,7 @@ def from_object(thing: Any, name: str, place: "_Place | None" = None) -> Impleme
         place: where plain Python finds the thing, unless it lives in this process alone.
 
     Raises:
-        ImplementationError: there is none.
+        ImplementationError: there is none, or what it declares is not understood.
     """
     get = thing.get if isinstance(thing, Mapping) else lambda key, default=None: getattr(thing, key, default)
     functions, origins = {}, {}
@@ -111,7 +112,19 @@ def from_object(thing: Any, name: str, place: "_Place | None" = None) -> Impleme
             f"{name} provides no operator: expected functions named {', '.join(list(OPERATORS)[:3])}, .. or "
             f"run_softmax, run_silu, ..; `spec-lm clauses` lists the operators"
         )
-    return Implementation(name, functions, origins, get("spec_lm_conventions") or {}, get("spec_lm_supports") or {})
+    conventions = _declared(name, "spec_lm_conventions", get, wrong_conventions)
+    return Implementation(
+        name, functions, origins, conventions, _declared(name, "spec_lm_supports", get, wrong_supports)
+    )
+
+
+def _declared(name: str, key: str, get: Callable[[str], Any], wrong: Callable[[Any], str]) -> Mapping[str, Any]:
+    """What an implementation declares under a name of its own; nothing where it does not."""
+    declared = get(key)
+    declared = {} if declared is None else declared
+    if why := wrong(declared):
+        raise ImplementationError(f"{name}, {key}: {why}")
+    return declared
 
 
 def through_adapter(operator: Operator, run: Callable[..., Any]) -> Callable[..., Any]:

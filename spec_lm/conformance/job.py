@@ -15,7 +15,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spec_lm.conformance.report import outcome_line, write_lines
+from spec_lm.conformance.report import UserError, outcome_line, write_lines
 
 if TYPE_CHECKING:
     from spec_lm.conformance.runner import Known
@@ -76,7 +76,7 @@ class Job:
 
     def _run(self, write: Callable[[dict[str, Any]], None]) -> None:
         from spec_lm.conformance.clause import CLAUSES
-        from spec_lm.conformance.implementation import ImplementationError, loaded
+        from spec_lm.conformance.implementation import loaded
         from spec_lm.conformance.runner import Known, OperatorRun, header_of, preserved
 
         known = self.known or Known()
@@ -95,7 +95,7 @@ class Job:
                             CLAUSES[clause_id], lambda found: write({**outcome_line(found), "kind": "found"})
                         )
                         write({**outcome_line(outcome), "without": run.known.without, "lost": run.known.lost})
-        except ImplementationError as error:
+        except UserError as error:
             write({"kind": "unloadable", "message": str(error)})
 
 

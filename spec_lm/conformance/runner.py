@@ -23,8 +23,8 @@ import torch
 from hypothesis.configuration import set_hypothesis_home_dir, storage_directory
 
 import spec_lm
-from spec_lm.conformance.bounds import CONVENTIONS
 from spec_lm.conformance.clause import CLAUSES, Clause, Level, Search, nearest, seed_of
+from spec_lm.conformance.declarations import DTYPES, wrong_conventions, wrong_supports
 from spec_lm.conformance.diagnosis import diagnose
 from spec_lm.conformance.display import counterexample_of, evidence_of
 from spec_lm.conformance.implementation import BUILT_IN, Implementation, loaded
@@ -39,10 +39,6 @@ from spec_lm.conformance.surroundings import SETTINGS, restored, undisturbed
 from spec_lm.conformance.tolerance import Raised, Violation
 from spec_lm.conformance.waivers import Waiver, waivers_of
 
-DTYPES = ("float32", "float64", "bfloat16", "float16")
-# What a declared support may name: axes by name (a head size, a sequence length), how many there are, masks, dtypes.
-SUPPORTS = ("axes", "dtype", "mask", "sequence", "queries", "keys", "heads", "d_head", "d_k", "d_v")
-SUPPORTS += ("n", "d_model", "d_ff", "d_in", "d_out", "vocab")
 SIGNATURE, NO_MEMORY = "keeps_its_signature", "has_no_memory"
 _EXAMPLES_A_SIZE = 10
 Emit = Callable[[Outcome], None]
@@ -70,15 +66,14 @@ class Settings:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}{nearest(self.dtype, list(DTYPES))}")
-        for name, choice in self.conventions.items():
-            if choice not in CONVENTIONS.get(name, ()):
-                known = ", ".join(f"{each}={'|'.join(choices)}" for each, choices in CONVENTIONS.items())
-                raise UsageError(f"no convention is {name}={choice}; there are {known}")
-        for name in self.supports:
-            if name not in SUPPORTS:
-                raise UsageError(f"no support is named {name}{nearest(name, list(SUPPORTS))}")
+        if wrong := wrong_conventions(self.conventions) or wrong_supports(self.supports):
+            raise UsageError(wrong)
         if self.examples < 1:
             raise UsageError(f"examples is {self.examples}; at least 1 must be drawn")
+        if not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
+            raise UsageError(f"seed is {self.seed!r}; torch takes whole numbers from -2**63 to 2**64 - 1")
+        if self.timeout is not None and not self.timeout > 0:
+            raise UsageError(f"timeout is {self.timeout}; expected seconds, more than 0")
         if self.device != "cpu" and not torch.cuda.is_available():
             raise UsageError(f"device {self.device!r} was asked for, but this torch sees no such device; use cpu")
 

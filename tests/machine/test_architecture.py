@@ -28,6 +28,7 @@ RANKS = {
     "spec_lm.conformance.clause": 2,
     "spec_lm.conformance.lines": 3,
     "spec_lm.conformance.report": 3,
+    "spec_lm.conformance.declarations": 3,
     "spec_lm.conformance.changes": 3,
     "spec_lm.conformance.diagnosis": 3,
     "spec_lm.conformance.display": 3,

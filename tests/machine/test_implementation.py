@@ -139,3 +139,20 @@ def test_declarations_are_read(write):
     report = spec_lm.check(path, clauses=["softmax.sums_to_one"], examples=2)
     assert report.header["supports"] == {"n": [5]}
     assert Path(report.header["implementation"]) == path
+
+
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        ('spec_lm_supports = {"nope": [1]}', "spec_lm_supports: no support is named nope; there are axes, dtype"),
+        ('spec_lm_supports = ["n"]', "spec_lm_supports: is ['n'], expected a table by name"),
+        ('spec_lm_supports = {"n": 5}', "spec_lm_supports: support n is 5, expected a list of sizes from 1 to"),
+        ('spec_lm_conventions = {"all_masked": ["nan"]}', "spec_lm_conventions: no convention is all_masked=['nan']"),
+        ("spec_lm_conventions = 3", "spec_lm_conventions: is 3, expected choices by name; there are rope_pairing="),
+    ],
+)
+def test_a_declaration_that_is_not_understood_is_told_with_file_and_name(spec_lm_command, write, declared, said):
+    """By a check in other processes, which must not tell it as the end of a process."""
+    write("adapters.py", SOFTMAX + declared)
+    ran = spec_lm_command("check", "adapters.py", "--clause", "softmax.sums_to_one")
+    assert (ran.code, ran.err.startswith(f"spec-lm: adapters.py, {said}")) == (2, True), ran.err

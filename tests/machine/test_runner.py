@@ -326,6 +326,9 @@ def test_shrinking_does_not_slip_to_another_bug():
             "pairing=halves; there are rope_pairing=neighbors|halves",
         ),
         ({"require": ["everything"]}, "no operator is named everything"),
+        ({"seed": 2**64}, "seed is 18446744073709551616; torch takes whole numbers from"),
+        ({"seed": -(2**63) - 1}, "seed is -9223372036854775809"),
+        ({"timeout": float("nan")}, "timeout is nan; expected seconds"),
     ],
 )
 def test_what_is_asked_for_wrongly_is_said(kwargs, said):

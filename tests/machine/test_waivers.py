@@ -227,6 +227,12 @@ def test_what_is_declared_of_one_implementation_is_not_applied_to_another(spec_l
             "waivers, softmax.any_dim: a waiver needs a reason",
         ),
         ("[tool.spec-lm", "pyproject.toml is no TOML"),
+        ("tool = 3", "pyproject.toml, tool: is 3, expected a table"),
+        ("[tool]\nspec-lm = 3", "pyproject.toml, tool.spec-lm: is 3, expected a table"),
+        ("[tool.spec-lm]\nimplementation = [1, 2]", "tool.spec-lm.implementation: is [1, 2], expected a path"),
+        ("[tool.spec-lm]\nimplementation = ''", "tool.spec-lm.implementation: is '', expected a path"),
+        ("[tool.spec-lm]\nsupports = {n = 3}", "tool.spec-lm.supports: support n is 3, expected a list of sizes"),
+        ("[tool.spec-lm]\nconventions = {all_masked = 0}", "tool.spec-lm.conventions: no convention is all_masked=0"),
     ],
 )
 def test_a_wrong_declaration_is_told_with_file_and_key(spec_lm_command, write, text, said):
