@@ -65,7 +65,8 @@ def _or_null(check: Check) -> Check:
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+    """Whether it is an integer of 64 bits, with or without a sign."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**64
 
 
 def _is_finite(value: Any) -> bool:
@@ -101,18 +102,18 @@ _COUNT = _is("a count", lambda value: _is_integer(value) and value >= 0)
 _SECONDS = _is("seconds, a number of at least 0", lambda value: _is_finite(value) and value >= 0)
 _NUMBER = _is('a number, "nan", "inf" or "-inf"', _is_number)
 _NUMBERS = _is("a number, or nested lists of numbers", lambda value: _shape(value) is not None)
-_ROW = _is("a list of numbers", lambda value: len(_shape(value) or ()) == 1)
+_LIST = _is("a list of numbers", lambda value: bool(_shape(value)))
 _OPERATOR = _matching("[a-z_]+", "an operator's name")
 _CLAUSE = _matching(r"[a-z_]+\.\w+", "a clause's id, as softmax.any_dim")
 _OBJECT = _each(dict, "an object", _ANY)
 _TEXTS = _each(list, "a list of texts", _TEXT)
 _TENSOR = _record({"shape": _each(list, "a list of counts", _COUNT), "dtype": _TEXT}, {"data": _NUMBERS})
-_WINDOW = _record({"first": _COUNT, "entries": _ROW}, {})
+_WINDOW = _record({"first": _COUNT, "entries": _LIST}, {})
 
 
 def _value(value: Any, place: str) -> Iterator[str]:
     """An argument of a counterexample: a tensor, or whatever JSON has for it."""
-    return _TENSOR(value, place) if isinstance(value, dict) else iter(())
+    return _TENSOR(value, place) if isinstance(value, dict) and "shape" in value else iter(())
 
 
 def _side(value: Any, place: str) -> Iterator[str]:

@@ -288,9 +288,9 @@ def test_a_reader_that_goes_away_changes_neither_the_report_nor_the_exit_code(tm
 
 def test_a_lone_surrogate_is_written_as_an_escape(spec_lm_command):
     spec_lm_command("check", *HOLDS)
-    header, *rest = lines_of(Path(".spec-lm/last.jsonl"))
-    header["implementation"] = "a\ud800b"
-    Path("odd.jsonl").write_text("\n".join(map(json.dumps, [header, *rest])))
+    header, first, *rest = lines_of(Path(".spec-lm/last.jsonl"))
+    header["implementation"] = first["level"] = "a\ud800b"
+    Path("odd.jsonl").write_text("\n".join(map(json.dumps, [header, first, *rest])))
     for format in ("terminal", "markdown", "html", "junit"):
         assert spec_lm_command("report", "odd.jsonl", "--format", format, "--output", "out").code == 0
         assert "\\ud800" in Path("out").read_text(encoding="utf-8")

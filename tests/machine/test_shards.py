@@ -103,6 +103,8 @@ def test_gaps_are_refused(parts):
         merged(dict((first, second, (third[0], replace(third[1], outcomes=third[1].outcomes[1:])))))
     with pytest.raises(ReportError, match=r"w\.jsonl is a whole report"):
         merged({"w.jsonl": replace(first[1], header={"seed": 2})})
+    with pytest.raises(ReportError, match=r"w\.jsonl is a whole report"):
+        merged({"w.jsonl": replace(first[1], header={"seed": 2, "shard": "1/3"})})
 
 
 def test_the_commands_check_in_shards_and_merge_them(spec_lm_command, write):
@@ -117,3 +119,10 @@ def test_the_commands_check_in_shards_and_merge_them(spec_lm_command, write):
     assert timeless(one) == timeless(other)
     assert spec_lm_command("merge", "1.jsonl", "--output", "x.jsonl").code == 2
     assert not Path("x.jsonl").exists()
+
+
+def test_an_operator_of_another_version_comes_last(parts):
+    first, *others = parts["1.jsonl"]
+    newer = replace(first, operator="newer", clause="newer.any_dim")
+    whole = merged({**parts, "1.jsonl": replace(parts["1.jsonl"], outcomes=(newer, *others))})
+    assert whole.outcomes[-1] == newer
