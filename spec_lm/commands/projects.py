@@ -1,6 +1,7 @@
 """`spec-lm waive` and `init`: what a project keeps beside its implementation."""
 
 import json
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -51,14 +52,16 @@ def waive(
     from spec_lm.conformance import workers
 
     with mendable():
-        workers.start()
+        workers.start()  # before this process imports torch itself
+        from spec_lm.conformance.implementation import is_pair
+
         declared = _declared(config)
         named = list(implementations or declared.implementation)
-        if not named or (len(named) > 1 and not all("=" in each for each in named)):
+        if not named or (len(named) > 1 and not all(map(is_pair, named))):
             raise UserError("waive is about one implementation: a path, a module, or operator=module:function pairs")
         asked: dict[str, Any] = {"operators": operator, "clauses": clause, "seed": seed}
         asked |= declared.asked(named, level, examples)
-        what: Any = tuple(named) if "=" in named[0] else named[0]
+        what: Any = tuple(named) if is_pair(named[0]) else named[0]
         report = workers.check_in_workers(what, jobs=workers.default_jobs(), **asked)
         found = _Refreshed.of(report, dict(declared.waivers), reason)
         if write:
@@ -162,15 +165,30 @@ def _write(waivers: dict[str, "Waiver"], path: Path | None) -> None:
     at_top = "tool" not in document and path.name != "pyproject.toml"
     holder: Any = document
     for name in () if at_top else ("tool", "spec-lm"):
-        if name not in holder:
-            holder[name] = tomlkit.table(is_super_table=True)
+        _make_table(holder, name)
         holder = holder[name]
     holder.pop("waivers", None)
     if waivers:
         holder["waivers"] = _table(waivers)
         holder["waivers"][list(waivers)[-1]].add(tomlkit.nl())
+    text = document.as_string()
+    if tomllib.loads(text) != document.unwrap():  # dotted keys are not kept where they stand
+        raise UserError(f"{path}: cannot add to what it declares of spec-lm; write that as a table, [tool.spec-lm]")
     with written(path) as file:
-        file.write(document.as_string())
+        file.write(text)
+
+
+def _make_table(holder: Any, name: str) -> None:
+    """A table of its own under this name, with what an inline one held, which cannot hold the tables of waivers."""
+    import tomlkit
+    from tomlkit.items import InlineTable
+
+    if name not in holder:
+        holder[name] = tomlkit.table(is_super_table=True)
+    elif isinstance(holder[name], InlineTable):
+        held = holder.pop(name)
+        holder[name] = tomlkit.table()
+        holder[name].update(held)
 
 
 # ---------------------------------------------------------------------------------------------------------------- init
