@@ -54,6 +54,7 @@ def waive(
     with mendable():
         workers.start()  # before this process imports torch itself
         from spec_lm.conformance.implementation import is_pair
+        from spec_lm.conformance.waivers import Waiver
 
         declared = _declared(config)
         named = list(implementations or declared.implementation)
@@ -61,11 +62,14 @@ def waive(
             raise UserError("waive is about one implementation: a path, a module, or operator=module:function pairs")
         asked: dict[str, Any] = {"operators": operator, "clauses": clause, "seed": seed}
         asked |= declared.asked(named, level, examples)
+        file = config or declared.path
+        if write:  # what stands in its way is told before the check
+            _text_with({"any clause": Waiver("any reason")}, file)
         what: Any = tuple(named) if is_pair(named[0]) else named[0]
         report = workers.check_in_workers(what, jobs=workers.default_jobs(), **asked)
         found = _Refreshed.of(report, dict(declared.waivers), reason)
         if write:
-            _write(found.waivers, config or declared.path)
+            _write(found.waivers, file)
         else:
             print(_document(found.waivers).as_string(), end="")
         say(found.text())
@@ -157,6 +161,17 @@ def _literal(text: str) -> Any:
 
 def _write(waivers: dict[str, "Waiver"], path: Path | None) -> None:
     """Put the list in the place of the one that is there, and leave everything else as it stands."""
+    path, text = _text_with(waivers, path)
+    with written(path) as file:
+        file.write(text)
+
+
+def _text_with(waivers: dict[str, "Waiver"], path: Path | None) -> tuple[Path, str]:
+    """The file, and its text with the list in the place of the one that is there.
+
+    Raises:
+        UserError: there is no file, or the list cannot be put into it.
+    """
     import tomlkit
 
     if path is None:
@@ -174,8 +189,7 @@ def _write(waivers: dict[str, "Waiver"], path: Path | None) -> None:
     text = document.as_string()
     if tomllib.loads(text) != document.unwrap():  # dotted keys are not kept where they stand
         raise UserError(f"{path}: cannot add to what it declares of spec-lm; write that as a table, [tool.spec-lm]")
-    with written(path) as file:
-        file.write(text)
+    return path, text
 
 
 def _make_table(holder: Any, name: str) -> None:
