@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 LAST = Path(".spec-lm/last.jsonl")
 FAULTS_EXPLAINED = 10
+MOST_MEMORY = 2**20  # GiB
 
 app = typer.Typer(
     add_completion=False,
@@ -198,6 +199,8 @@ def _how(
     """What runs a check: worker processes, or this one."""
     if in_process and (jobs or memory):
         raise UserError("--jobs and --memory are about processes of their own; leave --in-process out")
+    if memory and not memory <= MOST_MEMORY:
+        raise UserError(f"--memory is {memory}; expected GiB, {MOST_MEMORY} at most; leave it out for no limit")
     if memory and sys.platform != "linux":
         raise UserError("--memory is kept on Linux only; leave it out")
     if memory and device != "cpu":
@@ -239,10 +242,12 @@ def _support(text: str) -> tuple[str, Any]:
 
 def _grouped(arguments: list[str]) -> list[Any]:
     """What to check, in turn: all pairs together, where the first stood; every other argument by itself."""
-    pairs = tuple(each for each in arguments if "=" in each)
+    from spec_lm.conformance.implementation import is_pair
+
+    pairs = tuple(each for each in arguments if is_pair(each))
     grouped: list[Any] = []
     for each in arguments or [None]:
-        if each is None or "=" not in each:
+        if each is None or not is_pair(each):
             grouped.append(each)
         elif pairs not in grouped:
             grouped.append(pairs)

@@ -179,9 +179,9 @@ class _Subject:
         self.checks = Checks(self.implementation, self.settings, self.clauses)
 
     def _loaded(self, specs: list[str]) -> "Implementation":
-        from spec_lm.conformance.implementation import loaded
+        from spec_lm.conformance.implementation import is_pair, loaded
 
-        if len(specs) > 1 and not all("=" in spec for spec in specs):
+        if len(specs) > 1 and not all(map(is_pair, specs)):
             raise UserError("--spec-lm-impl: give one implementation, or several operator=module:function pairs")
         return self.close.enter_context(loaded(tuple(specs) if len(specs) > 1 else specs[0]))
 

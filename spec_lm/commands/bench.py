@@ -85,8 +85,10 @@ def bench(
 
 def _grouped(arguments: list[str]) -> tuple[str, ...]:
     """All pairs together as one implementation; every other argument by itself."""
-    pairs = " ".join(each for each in arguments if "=" in each)
-    return (*([pairs] if pairs else []), *(each for each in arguments if "=" not in each))
+    from spec_lm.conformance.implementation import is_pair
+
+    pairs = " ".join(filter(is_pair, arguments))
+    return (*([pairs] if pairs else []), *(each for each in arguments if not is_pair(each)))
 
 
 def _allowed(percent: str | None, baseline: Path | None) -> float | None:

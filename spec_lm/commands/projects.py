@@ -1,6 +1,7 @@
 """`spec-lm waive` and `init`: what a project keeps beside its implementation."""
 
 import json
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -51,18 +52,24 @@ def waive(
     from spec_lm.conformance import workers
 
     with mendable():
-        workers.start()
+        workers.start()  # before this process imports torch itself
+        from spec_lm.conformance.implementation import is_pair
+        from spec_lm.conformance.waivers import Waiver
+
         declared = _declared(config)
         named = list(implementations or declared.implementation)
-        if not named or (len(named) > 1 and not all("=" in each for each in named)):
+        if not named or (len(named) > 1 and not all(map(is_pair, named))):
             raise UserError("waive is about one implementation: a path, a module, or operator=module:function pairs")
         asked: dict[str, Any] = {"operators": operator, "clauses": clause, "seed": seed}
         asked |= declared.asked(named, level, examples)
-        what: Any = tuple(named) if "=" in named[0] else named[0]
+        file = config or declared.path
+        if write:  # what stands in its way is told before the check
+            _text_with({"any clause": Waiver("any reason")}, file)
+        what: Any = tuple(named) if is_pair(named[0]) else named[0]
         report = workers.check_in_workers(what, jobs=workers.default_jobs(), **asked)
         found = _Refreshed.of(report, dict(declared.waivers), reason)
         if write:
-            _write(found.waivers, config or declared.path)
+            _write(found.waivers, file)
         else:
             print(_document(found.waivers).as_string(), end="")
         say(found.text())
@@ -154,6 +161,17 @@ def _literal(text: str) -> Any:
 
 def _write(waivers: dict[str, "Waiver"], path: Path | None) -> None:
     """Put the list in the place of the one that is there, and leave everything else as it stands."""
+    path, text = _text_with(waivers, path)
+    with written(path) as file:
+        file.write(text)
+
+
+def _text_with(waivers: dict[str, "Waiver"], path: Path | None) -> tuple[Path, str]:
+    """The file, and its text with the list in the place of the one that is there.
+
+    Raises:
+        UserError: there is no file, or the list cannot be put into it.
+    """
     import tomlkit
 
     if path is None:
@@ -162,15 +180,29 @@ def _write(waivers: dict[str, "Waiver"], path: Path | None) -> None:
     at_top = "tool" not in document and path.name != "pyproject.toml"
     holder: Any = document
     for name in () if at_top else ("tool", "spec-lm"):
-        if name not in holder:
-            holder[name] = tomlkit.table(is_super_table=True)
+        _make_table(holder, name)
         holder = holder[name]
     holder.pop("waivers", None)
     if waivers:
         holder["waivers"] = _table(waivers)
         holder["waivers"][list(waivers)[-1]].add(tomlkit.nl())
-    with written(path) as file:
-        file.write(document.as_string())
+    text = document.as_string()
+    if tomllib.loads(text) != document.unwrap():  # dotted keys are not kept where they stand
+        raise UserError(f"{path}: cannot add to what it declares of spec-lm; write that as a table, [tool.spec-lm]")
+    return path, text
+
+
+def _make_table(holder: Any, name: str) -> None:
+    """A table of its own under this name, with what an inline one held, which cannot hold the tables of waivers."""
+    import tomlkit
+    from tomlkit.items import InlineTable
+
+    if name not in holder:
+        holder[name] = tomlkit.table(is_super_table=True)
+    elif isinstance(holder[name], InlineTable):
+        held = holder.pop(name)
+        holder[name] = tomlkit.table()
+        holder[name].update(held)
 
 
 # ---------------------------------------------------------------------------------------------------------------- init

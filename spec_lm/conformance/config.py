@@ -9,6 +9,7 @@ from typing import Any
 
 from spec_lm.conformance.clause import nearest
 from spec_lm.conformance.declarations import wrong_conventions, wrong_supports
+from spec_lm.conformance.implementation import is_pair, looks_like_a_path
 from spec_lm.conformance.report import UserError
 from spec_lm.conformance.waivers import Waiver, waivers_of
 
@@ -138,7 +139,7 @@ def _is_table(given: Any, place: str) -> dict[str, Any]:
 
 def _seen_from_here(spec: str, file: Path) -> str:
     """A path in a file is seen from the file's folder."""
-    if "=" in spec or not (spec.endswith(".py") or "/" in spec or "\\" in spec):
-        return spec
     path = Path(spec).expanduser()
+    if (is_pair(spec) and not (file.parent / path).exists()) or not looks_like_a_path(spec):
+        return spec
     return spec if path.is_absolute() or file.parent == Path() else os.path.relpath(file.parent / path)

@@ -1,5 +1,6 @@
 """From "path/to/adapters.py", "package.module", "package.module:thing" or "softmax=torch:softmax" to operators."""
 
+import ast
 import contextlib
 import importlib
 import importlib.util
@@ -21,8 +22,13 @@ from spec_lm.conformance.declarations import wrong_conventions, wrong_supports
 from spec_lm.conformance.operators import OPERATORS, Operator
 from spec_lm.conformance.report import UserError
 from spec_lm.conformance.script import Origin, is_taken, quoted
+from spec_lm.conformance.surroundings import current_folder, folder_to
 
 BUILT_IN = "spec_lm.reference.adapters"
+# What the checker itself runs on; a module that takes the place of one of these would break it.
+_NEEDED = {*sys.stdlib_module_names, "spec_lm", "torch", "torchgen", "typing_extensions", "numpy", "hypothesis"}
+_NEEDED |= {"sortedcontainers", "tqdm", "sympy", "mpmath", "jaxtyping", "beartype", "einops", "rich", "typer", "click"}
+_NEEDED |= {"pebble", "jinja2", "markupsafe", "tomlkit", "pytest", "pluggy"}
 _PROJECT_MARKS = ("pyproject.toml", "setup.py", "setup.cfg", ".git")
 
 
@@ -71,7 +77,7 @@ def loaded(spec: Any) -> Iterator[Implementation]:
         path = _existing(spec)
         with _importable(path) as module:
             yield from_object(module, str(spec), _place_of_file(path))
-    elif isinstance(spec, str) and "=" in spec:
+    elif isinstance(spec, str) and is_pair(spec):
         with _folders_on_path([Path.cwd()]):
             yield _from_pairs(spec.split())
     elif isinstance(spec, str):
@@ -144,8 +150,18 @@ def _name_of(thing: Any) -> str:
     return ", ".join(map(str, thing)) if isinstance(thing, Mapping) else type(thing).__qualname__
 
 
+def is_pair(spec: str) -> bool:
+    """Whether text is operator=module:function; what is there as a file or a folder is its path."""
+    return "=" in spec and not os.path.exists(os.path.expanduser(spec))
+
+
+def looks_like_a_path(spec: str) -> bool:
+    """Whether text has what a path has and a module's name has not."""
+    return spec.endswith(".py") or "/" in spec or "\\" in spec
+
+
 def _is_path(spec: str) -> bool:
-    return "=" not in spec and (spec.endswith(".py") or "/" in spec or "\\" in spec or Path(spec).is_dir())
+    return not is_pair(spec) and (looks_like_a_path(spec) or Path(spec).is_dir())
 
 
 def _existing(spec: str | Path) -> Path:
@@ -191,6 +207,7 @@ def _resolve(target: str) -> Any:
 
 def _import(load: Callable[[], Any], what: str) -> Any:
     """Load it; whatever it raises becomes an error that says why and what to try."""
+    folder = current_folder()
     try:
         # What it prints while it is imported must not get between the lines that others read from stdout.
         with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
@@ -201,6 +218,9 @@ def _import(load: Callable[[], Any], what: str) -> Any:
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
         raise ImplementationError(f"{what} cannot be imported: {reason}; {_mend(error, what)}") from error
+    finally:
+        if not current_folder():  # it has deleted the one it went to
+            folder_to(folder)
 
 
 def _mend(error: BaseException, what: str) -> str:
@@ -256,11 +276,13 @@ def _place_of(target: str, is_mapping: bool = False) -> _Place:
     return _Place(module, attribute, is_mapping, here, here if is_here else ())
 
 
-def _place_of_file(path: Path) -> _Place:
+def _place_of_file(path: Path) -> _Place | None:
+    """Of a file that has been imported; none where plain Python has no name for it."""
     package = _package_of(path)
+    if not _is_importable(path, package):
+        return None
     folders = _folders_of(path)
-    text = path.read_text(encoding="utf-8", errors="replace")
-    imported = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE))
+    imported = {name.partition(".")[0] for name in _imports_of(path)} - {""}  # a relative import's
     needed = [f for f in folders[1:] if any((f / name).is_dir() or (f / f"{name}.py").is_file() for name in imported)]
     return _Place(package[1] if package else path.stem, "", False, folders, (folders[0], *needed))
 
@@ -293,8 +315,26 @@ def _imported_anew(folders: tuple[Path, ...]) -> Iterator[None]:
 @contextmanager
 def _importable(path: Path) -> Iterator[ModuleType]:
     """The module of a file, with its folder and its project's root on sys.path inside the block."""
+    _refuse_a_needed_name(path)
     with _folders_on_path(list(_folders_of(path))), _own_metadata(_project_root(path)):
         yield _import(lambda: _module_of(path, _package_of(path)), str(path))
+
+
+def _refuse_a_needed_name(path: Path) -> None:
+    """Where the file, or the package it is part of, would take the place of what this process has imported and needs.
+
+    Raises:
+        ImplementationError: it would.
+    """
+    package = _package_of(path)
+    name = package[1].partition(".")[0] if package else path.stem
+    if name not in _NEEDED or name not in sys.modules or not _is_importable(path, package):
+        return
+    module, own = sys.modules[name], package[0] / name if package else path
+    places = [getattr(module, "__file__", None), *(getattr(module, "__path__", None) or [])]
+    if own not in [Path(place).resolve() for place in places if isinstance(place, str)]:
+        what = f"folder {own}" if package else "file"
+        raise ImplementationError(f"{path} would hide the module {name}, on which spec_lm runs; rename the {what}")
 
 
 def _folders_of(path: Path) -> tuple[Path, ...]:
@@ -318,23 +358,53 @@ def _package_of(path: Path) -> tuple[Path, str] | None:
     A file with relative imports is part of its folder, with or without an `__init__.py`.
     """
     folder, names = path.parent, [path.stem]
-    relative = re.search(r"^\s*from\s+\.", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-    if relative and not (folder / "__init__.py").exists():
+    is_relative = any(name.startswith(".") for name in _imports_of(path))
+    if is_relative and ("." in folder.name or not (folder / "__init__.py").exists()):
         return folder.parent, f"{folder.name}.{path.stem}"
-    while (folder / "__init__.py").exists() and folder.parent != folder:
+    while (folder / "__init__.py").exists() and folder.parent != folder and "." not in folder.name:
         names.insert(0, folder.name)
         folder = folder.parent
     return (folder, ".".join(names)) if len(names) > 1 else None
 
 
+def _is_importable(path: Path, package: tuple[Path, str] | None) -> bool:
+    """Whether an import statement can name it: a dot in a name would stand between a package and its module."""
+    return "." not in path.stem and not (package and "." in path.parent.name)
+
+
+def _imports_of(path: Path) -> list[str]:
+    """The modules that a file imports, relative ones with their dots; none where it is no Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # to import it says why
+        return []
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return names + ["." * n.level + (n.module or "") for n in nodes if isinstance(n, ast.ImportFrom)]
+
+
 def _module_of(path: Path, package: tuple[Path, str] | None) -> ModuleType:
-    if package:
+    if not package:
+        return _executed(path.stem, path)
+    if _is_importable(path, package):
         return importlib.import_module(package[1])
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    folder, name = path.parent, re.sub(r"\W", "_", path.parent.name)
+    if (folder / "__init__.py").is_file():
+        _executed(name, folder / "__init__.py")
+    else:
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__path__ = [str(folder)]
+    return _executed(f"{name}.{path.stem.replace('.', '_')}", path)
+
+
+def _executed(name: str, path: Path) -> ModuleType:
+    """The module of a file, under a name of our choice."""
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -369,7 +439,7 @@ def _shadowing(folders: list[Path]) -> list[str]:
         for entry in folder.iterdir()
         if entry.suffix == ".py" or (entry / "__init__.py").is_file()
     }
-    own -= set(sys.stdlib_module_names) | {"spec_lm"}
+    own -= _NEEDED
     return [name for name, module in sys.modules.items() if name.split(".")[0] in own and not _lies_in(module, inside)]
 
 

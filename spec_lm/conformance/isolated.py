@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spec_lm.conformance.implementation import ImplementationError
+from spec_lm.conformance.implementation import ImplementationError, is_pair
 from spec_lm.conformance.report import Outcome, Report, ReportError, Tail, UserError, outcome_from, read_reports
 from spec_lm.conformance.waivers import Waiver, toml_of
 
@@ -66,7 +66,7 @@ def check_isolated(
 
 def _as_text(implementation: Any) -> Sequence[str]:
     if isinstance(implementation, str):
-        return implementation.split() if "=" in implementation else [implementation]
+        return implementation.split() if is_pair(implementation) else [implementation]
     if isinstance(implementation, Path):
         return [str(implementation)]
     if isinstance(implementation, list | tuple):

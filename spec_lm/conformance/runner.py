@@ -35,7 +35,7 @@ from spec_lm.conformance.reproduction import Recording, reproduction
 from spec_lm.conformance.script import Origin
 from spec_lm.conformance.shards import Shard
 from spec_lm.conformance.strategies import Domain, NotJudged, from_json, plainest
-from spec_lm.conformance.surroundings import SETTINGS, restored, undisturbed
+from spec_lm.conformance.surroundings import SETTINGS, current_folder, folder_to, restored, undisturbed
 from spec_lm.conformance.tolerance import Raised, Violation
 from spec_lm.conformance.waivers import Waiver, waivers_of
 
@@ -662,7 +662,7 @@ def preserved(seed: int) -> Iterator[None]:
     they were before; inside, torch runs on one thread, its RNG is seeded, and an import leaves no compiled file."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     dtype, grad, threads = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
-    deterministic, folder = torch.are_deterministic_algorithms_enabled(), os.getcwd()
+    deterministic, folder = torch.are_deterministic_algorithms_enabled(), current_folder()
     environment, limit = dict(os.environ), sys.getrecursionlimit()
     writes_no_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
@@ -680,7 +680,7 @@ def preserved(seed: int) -> Iterator[None]:
             torch.set_num_threads(threads)
         if torch.are_deterministic_algorithms_enabled() != deterministic:  # setting it imports a compiler: seconds
             torch.use_deterministic_algorithms(deterministic)
-        os.chdir(folder)
+        folder_to(folder)
         if os.environ != environment:
             os.environ.clear()
             os.environ.update(environment)

@@ -1,5 +1,6 @@
 """What lies around a call: the global random generators and the settings that all code of a process shares."""
 
+import contextlib
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ SETTINGS: dict[str, _Part] = {
     ),
     "torch's flush of subnormal numbers": (lambda: _smallest().item() == 0, torch.set_flush_denormal),
     "NumPy's error handling": (lambda: tuple(np.geterr().items()), lambda state: np.seterr(**dict(state))),
-    "the current folder": (os.getcwd, os.chdir),
+    "the current folder": (lambda: current_folder(), lambda folder: folder_to(folder)),
     "the environment variables": (lambda: tuple(os.environ.items()), lambda items: _environment_to(dict(items))),
 }
 
@@ -56,6 +57,20 @@ def _hashable(state: Any) -> tuple[Any, ...]:
 def _numpy_to(state: Any) -> None:
     name, keys, *rest = state
     np.random.set_state((name, np.array(keys, np.uint32), *rest))
+
+
+def current_folder() -> str:
+    """The current folder; empty where it has been deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
+def folder_to(folder: str) -> None:
+    """Go to a folder, where it is still there."""
+    with contextlib.suppress(FileNotFoundError):
+        os.chdir(folder)
 
 
 def _smallest() -> torch.Tensor:

@@ -107,6 +107,8 @@ def test_an_implementation_without_what_was_asked_for_exits_with_2(spec_lm_comma
         (("--junit", "folder/none/x.xml"), "cannot write folder/none/x.xml"),
         (("--in-process", "--memory", "1"), "--jobs and --memory are about processes of their own"),
         (("--memory", "1", "--device", "cuda"), "--memory cannot be kept with --device cuda"),
+        (("--memory", "inf"), "--memory is inf; expected GiB"),
+        (("--seed", str(10**23)), "seed is 100000000000000000000000; torch takes"),
         (("--support", "d_head=sixty"), "--support d_head=sixty: write the value as JSON"),
         (("--support", "d_head"), "--support d_head: write it as name=value"),
     ],

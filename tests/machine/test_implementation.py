@@ -156,3 +156,57 @@ def test_a_declaration_that_is_not_understood_is_told_with_file_and_name(spec_lm
     write("adapters.py", SOFTMAX + declared)
     ran = spec_lm_command("check", "adapters.py", "--clause", "softmax.sums_to_one")
     assert (ran.code, ran.err.startswith(f"spec-lm: adapters.py, {said}")) == (2, True), ran.err
+
+
+def test_a_docstrings_words_are_no_relative_import(write):
+    """In a folder with a dot in its name, where a package would have to be imported in parts."""
+    write("v1.0/good.py", '"""Weights\n    from .5 to 1.\n"""\n' + SOFTMAX)
+    assert operators_of("v1.0/good.py") == {"softmax"}
+
+
+@pytest.mark.parametrize("with_init", [True, False])
+def test_relative_imports_work_in_a_folder_with_a_dot_in_its_name(write, with_init):
+    write("v1.0/common.py", SOFTMAX)
+    write("v1.0/adapters.py", "from .common import run_softmax")
+    if with_init:
+        write("v1.0/__init__.py", "")
+    before = set(sys.modules)
+    assert operators_of("v1.0/adapters.py") == {"softmax"}
+    assert {name for name in set(sys.modules) - before if "v1" in name} == set()
+
+
+@pytest.mark.parametrize("name", ["numpy.py", "torch.py", "hypothesis.py", "json.py", "torch/adapters.py"])
+def test_a_file_that_would_hide_what_the_checker_runs_on_is_refused(write, name):
+    write(name, SOFTMAX)
+    write("torch/__init__.py", "")
+    module = name.partition("/")[0].removesuffix(".py")
+    with pytest.raises(ImplementationError, match=f"{name} would hide the module {module}, .*; rename the f"):
+        operators_of(name)
+
+
+def test_a_file_beside_that_is_named_as_what_the_checker_runs_on_does_not_break_it(write):
+    write("adapters.py", "import numpy\nnumpy.float32\n" + SOFTMAX)
+    write("numpy.py", "")
+    assert operators_of("adapters.py") == {"softmax"}
+
+
+def test_files_of_this_package_are_checked_by_their_path():
+    assert "softmax" in operators_of(Path(spec_lm.__file__).parent / "reference" / "adapters.py")
+
+
+def test_a_path_may_hold_an_equals_sign(spec_lm_command, write):
+    path = write("lr=3/run=1.py", SOFTMAX)
+    assert operators_of("lr=3/run=1.py") == {"softmax"}
+    asked = ("--clause", "softmax.sums_to_one", "--examples", "1")
+    for spec in ("lr=3/run=1.py", path):
+        assert spec_lm_command("check", spec, *asked).code == 0
+    report = spec_lm.check("lr=3/run=1.py", clauses=[asked[1]], examples=1, isolate=True)
+    assert report.conforms
+    write("lr=3/pyproject.toml", '[tool.spec-lm]\nimplementation = "./run=1.py"')
+    assert spec_lm_command("check", *asked, "--config", "lr=3/pyproject.toml").code == 0
+
+
+def test_an_import_that_deletes_its_folder_leaves_the_checkers_own(write, tmp_path):
+    write("adapters.py", "import os\nos.mkdir('gone')\nos.chdir('gone')\nos.rmdir(os.getcwd())\n" + SOFTMAX)
+    assert operators_of("adapters.py") == {"softmax"}
+    assert Path.cwd() == tmp_path

@@ -59,6 +59,21 @@ def test_a_disturbance_is_undone_where_the_call_raises(name):
     assert read(parts) == before
 
 
+def test_a_folder_that_a_call_goes_to_and_deletes_is_a_change_of_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def loses_the_folder(x, dim):
+        os.mkdir("gone")
+        os.chdir("gone")
+        os.rmdir(tmp_path / "gone")
+        return x.softmax(dim)
+
+    asked = {"clauses": ["softmax.leaves_global_settings_alone"], "examples": 2}
+    outcome = spec_lm.check({"softmax": loses_the_folder}, **asked)[asked["clauses"][0]]
+    assert (outcome.outcome, "changed the current folder" in outcome.message) == ("fails", True), outcome.message
+    assert os.getcwd() == str(tmp_path)
+
+
 def test_nothing_happens_where_nothing_is_disturbed():
     with undisturbed(GENERATORS | SETTINGS):
         torch.ones(2).softmax(0)

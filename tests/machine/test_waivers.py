@@ -284,6 +284,32 @@ def test_waive_writes_the_list_keeps_the_file_and_refreshes_it(spec_lm_command, 
     assert spec_lm_command("check", *ONLY).code == 0
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[tool]\nspec-lm = {implementation = "adapters.py"}\nother = 1\n',
+        'tool = {spec-lm = {implementation = "adapters.py"}, other = 1}\n',
+    ],
+)
+def test_waive_writes_into_an_inline_table_too(spec_lm_command, write, text):
+    write("adapters.py", NAIVE)
+    write("pyproject.toml", text)
+    ran = spec_lm_command("waive", *ONLY, "--reason", "small", "--write")
+    assert ran.code == 0, ran.err
+    tool = tomllib.loads(Path("pyproject.toml").read_text())["tool"]
+    assert list(tool["spec-lm"]["waivers"]) == [CLAUSE]
+    assert (tool["spec-lm"]["implementation"], tool["other"]) == ("adapters.py", 1)
+
+
+def test_waive_says_before_the_check_that_it_cannot_write_and_leaves_the_file_as_it_is(spec_lm_command, write):
+    write("adapters.py", "raise AssertionError('it was loaded')")
+    text = '[tool]\nspec-lm.implementation = "adapters.py"\nother = 1\n'
+    path = write("pyproject.toml", text)
+    ran = spec_lm_command("waive", *ONLY, "--reason", "small", "--write")
+    assert (ran.code, "write that as a table, [tool.spec-lm]" in ran.err) == (2, True), ran.err
+    assert path.read_text() == text
+
+
 def test_waive_keeps_waivers_of_what_it_does_not_run_and_says_where_there_is_no_file(spec_lm_command, write):
     write("adapters.py", RIGHT)
     ran = spec_lm_command("waive", "adapters.py", *ONLY, "--write")
