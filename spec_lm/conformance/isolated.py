@@ -44,8 +44,8 @@ def check_isolated(
         declared = Path(folder, "spec-lm.toml")
         declared.write_text(toml_of(waivers), encoding="utf-8")
         files = ["--report", str(path), "--config", str(declared)]
-        command = [sys.executable, "-m", "spec_lm", "check", "--quiet", *files, *arguments]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-P", "-m", "spec_lm", "check", "--quiet", *files, *arguments]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path)}
         nothing = subprocess.DEVNULL
         with open(said, "w", encoding="utf-8") as errors:
             process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=errors, env=environment)

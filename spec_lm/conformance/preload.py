@@ -12,6 +12,8 @@ signal.signal(
     signal.SIGINT, signal.SIG_IGN
 )  # an interrupt at the terminal reaches this process too; it is the parent's
 
+sys.path[:] = filter(None, sys.path)  # not the current folder, where a numpy.py may lie that is somebody's to check
+
 import hypothesis  # noqa: E402
 from hypothesis import strategies  # noqa: E402
 

@@ -1,5 +1,6 @@
 """Every form of naming an implementation leads to its operators, and leaves the process as it was."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -188,6 +189,16 @@ def test_a_file_beside_that_is_named_as_what_the_checker_runs_on_does_not_break_
     write("adapters.py", "import numpy\nnumpy.float32\n" + SOFTMAX)
     write("numpy.py", "")
     assert operators_of("adapters.py") == {"softmax"}
+
+
+def test_such_a_file_in_the_current_folder_is_refused_by_the_command_too(write, tmp_path):
+    """The process that children are forked from must not import it."""
+    write("numpy.py", SOFTMAX)
+    command = write("bin/command.py", "from spec_lm.cli import main\nmain()")
+    arguments = [sys.executable, str(command), "check", "numpy.py", "--clause", "softmax.sums_to_one"]
+    ran = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
+    assert (ran.returncode, "Traceback" in ran.stderr) == (2, False), ran.stderr
+    assert f"{tmp_path}/numpy.py would hide the module numpy" in ran.stderr
 
 
 def test_files_of_this_package_are_checked_by_their_path():
