@@ -68,9 +68,13 @@ def children_are_forked_from_a_process_that_has_imported_torch() -> None:
 @pytest.fixture(autouse=True)
 def interrupts_are_taken() -> Iterator[None]:
     """A test run in the background ignores interrupts; what is tested here is a process that takes them."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    taken = {signal.SIGINT: signal.default_int_handler}
+    if hasattr(signal, "SIGHUP"):
+        taken[signal.SIGHUP] = signal.SIG_DFL
+    before = {number: signal.signal(number, handler) for number, handler in taken.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from spec_lm.conformance import runner
 from spec_lm.conformance.clause import CLAUSES
 from spec_lm.conformance.operators import OPERATORS, Checked
 from spec_lm.conformance.report import Outcome
-from spec_lm.conformance.runner import Settings, preserved, run_clause
+from spec_lm.conformance.runner import DTYPES, Settings, preserved, run_clause
 from spec_lm.conformance.script import Origin
 from spec_lm.conformance.strategies import Domain
 from spec_lm.faults import Fault, catalogue
@@ -115,10 +115,12 @@ finally:
 
 
 def outcome_on(function, fault: Fault, clause_name: str, origin: Origin) -> Outcome:
-    checked = Checked(OPERATORS[fault.operator], function)
+    supports = {"dtype": DTYPES}
+    checked = Checked(OPERATORS[fault.operator], function, supports=supports)
     clause = CLAUSES[f"{fault.operator}.{clause_name}"]
     with preserved(0):
-        return run_clause(clause, checked, Domain(fault.operator), Settings(), origin)[0]
+        domain = Domain(fault.operator, supports=supports)
+        return run_clause(clause, checked, domain, Settings(supports=supports), origin)[0]
 
 
 def test_code_fails_on_the_faults_of_the_catalogue_and_passes_on_the_reference(tmp_path, monkeypatch, executed):
