@@ -68,7 +68,7 @@ def children_are_forked_from_a_process_that_has_imported_torch() -> None:
 @pytest.fixture(autouse=True)
 def interrupts_are_taken() -> Iterator[None]:
     """A test run in the background ignores interrupts; what is tested here is a process that takes them."""
-    taken = {signal.SIGINT: signal.default_int_handler}
+    taken: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
     if hasattr(signal, "SIGHUP"):
         taken[signal.SIGHUP] = signal.SIG_DFL
     before = {number: signal.signal(number, handler) for number, handler in taken.items()}
