@@ -113,6 +113,18 @@ def _agree(operator: Checked, arguments: Any, cotangent: Tensor, got: Mapping[st
             close(gradient, exact[name], says=f"the gradient with respect to {name} is wrong")
 
 
+def _those_that_arrive(operator: Checked, arguments: Any, cotangent: Tensor) -> dict[str, Output]:
+    """The gradients with respect to inputs and weights.
+
+    Raises:
+        NotJudged: none arrived.
+    """
+    got = operator.gradients(arguments, cotangent)
+    if not got:
+        raise NotJudged("no gradient arrives at an argument")
+    return got
+
+
 def _those_of_inputs(operator: Checked, arguments: Any, cotangent: Tensor) -> dict[str, Output]:
     """The gradients with respect to the inputs.
 
@@ -171,9 +183,7 @@ def gradients_with_respect_to_weights(operator, arguments, cotangent):
 def backward_changes_nothing(operator, arguments, cotangent):
     """Backward leaves the arguments and the cotangent bit for bit as they were, and the same call has the same
     gradients again."""
-    first = operator.gradients(arguments, cotangent)
-    if not first:
-        raise NotJudged("no gradient arrives at an argument")
+    first = _those_that_arrive(operator, arguments, cotangent)
     unchanged(operator.handed, arguments, operator.operator.parameters)
     unchanged((operator.handed_cotangent,), (cotangent,), ("cotangent",))
     for name, gradient in operator.gradients(arguments, cotangent).items():
@@ -190,9 +200,7 @@ def backward_changes_nothing(operator, arguments, cotangent):
 )
 def cotangent_in_any_memory_layout(operator, arguments, cotangent):
     """A cotangent that is a view has the gradients of its contiguous copy within the derived rounding error."""
-    got = operator.gradients(arguments, cotangent)
-    if not got:
-        raise NotJudged("no gradient arrives at an argument")
+    got = _those_that_arrive(operator, arguments, cotangent)
     for name, gradient in operator.gradients(arguments, cotangent.contiguous()).items():
         close(got[name], gradient, says=f"the gradient with respect to {name} changes with the cotangent's strides")
 

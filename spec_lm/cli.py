@@ -504,9 +504,10 @@ def _faults_of(clause: "Clause") -> Iterator[tuple[str, str]]:
 
 # ------------------------------------------------------------------------------------------- reports and projects
 
-for command in (reports.report, reports.replay, reports.diff, reports.compare, reports.merge):
-    app.command()(command)
-for command in (projects.waive, projects.init, bench.bench):
+for command in (
+    *(reports.report, reports.replay, reports.diff, reports.compare, reports.merge),
+    *(projects.waive, projects.init, bench.bench),
+):
     app.command()(command)
 
 

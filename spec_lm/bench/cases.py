@@ -7,6 +7,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from spec_lm.conformance.oracle import number_of_layers
+
 Direction = Literal["forward", "training"]
 THETA = 1e4
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -78,6 +80,19 @@ class Case:
 
 
 # ------------------------------------------------------------------------------------------------------------ arguments
+
+
+def tensors_of(arguments: tuple[Any, ...]) -> list[Tensor]:
+    """Every tensor among arguments, those of dicts too."""
+    flat = [item for value in arguments for item in (value.values() if isinstance(value, Mapping) else [value])]
+    return [item for item in flat if isinstance(item, Tensor)]
+
+
+def model_sizes(weights: Mapping[str, Tensor]) -> tuple[int, int, int, int]:
+    """vocab, d_model, layers and d_ff of a language model; any d_ff where it has no layer."""
+    vocab, d_model = weights["token_embeddings.weight"].shape
+    layers = number_of_layers(weights)
+    return vocab, d_model, layers, len(weights["layers.0.ffn.w1.weight"]) if layers else 4
 
 
 def arguments(case: Case, seed: int) -> tuple[Any, ...]:

@@ -1,16 +1,15 @@
 """Results as text: a table in the terminal, Markdown, and one HTML page with plots."""
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
-import jinja2
+from jinja2 import Environment
 
 from spec_lm.bench.cases import Case
 from spec_lm.bench.results import Cell, Change, Growth, Results
+from spec_lm.conformance.pages import templates_of
 from spec_lm.conformance.report import printable
 
 HEADINGS = ("variant", "time", "quartiles", "speed-up", "products", "memory", "limit", "peak", "compiling")
-_TEMPLATES = Path(__file__).parent / "templates"
 
 
 def about(results: Results) -> str:
@@ -118,17 +117,8 @@ def _context(results: Results, changed: Iterable[Change]) -> dict[str, object]:
     }
 
 
-def _environment(escaped: bool = False) -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=escaped,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["cell"] = in_markdown
-    return environment
+def _environment(escaped: bool = False) -> Environment:
+    return templates_of("spec_lm.bench", {"cell": in_markdown}, autoescape=escaped, keep_trailing_newline=True)
 
 
 def in_markdown(text: str) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 from transformers import LlamaConfig
 
+from spec_lm.bench.cases import model_sizes
+
 _NAMES = {
     "self_attn.q_proj": "attn.q_proj",
     "self_attn.k_proj": "attn.k_proj",
@@ -52,9 +54,7 @@ def configuration(
 
 def sizes_of(weights: Mapping[str, Tensor], num_heads: int, theta: float, context_length: int) -> tuple[Any, ...]:
     """The arguments of `configuration` for these weights."""
-    vocab, d_model = weights["token_embeddings.weight"].shape
-    layers = sum(key.endswith("ln1.weight") for key in weights)
-    d_ff = len(weights["layers.0.ffn.w1.weight"]) if layers else 4
+    vocab, d_model, layers, d_ff = model_sizes(weights)
     return d_model, d_ff, num_heads, layers, vocab, theta, context_length
 
 
@@ -65,7 +65,7 @@ def state_of(weights: Mapping[str, Tensor], num_heads: int) -> dict[str, Tensor]
         "model.norm.weight": weights["ln_final.weight"],
         "lm_head.weight": weights["lm_head.weight"],
     }
-    for i in range(sum(key.endswith("ln1.weight") for key in weights)):
+    for i in range(model_sizes(weights)[2]):
         for theirs, ours in _NAMES.items():
             weight = weights[f"layers.{i}.{ours}.weight"]
             is_rotated = ours in ("attn.q_proj", "attn.k_proj")

@@ -14,6 +14,11 @@ from spec_lm.conformance.report import UserError
 HOLDS = ""
 
 
+def verdict_key(variant: str, operator: str, dtype: str) -> str:
+    """Under which a run keeps what the clauses of an operator came to."""
+    return f"{variant} {operator} {dtype}"
+
+
 @dataclass(frozen=True)
 class Cell:
     """What a variant came to in a case.
@@ -88,7 +93,7 @@ class Results:
         return {case: [self._cell(case, name) for name in names] for case, names in self.work}
 
     def _cell(self, case: Case, name: str) -> Cell:
-        verdict = self.own["verdicts"].get(f"{name} {case.operator} {case.dtype}", HOLDS)
+        verdict = self.own["verdicts"].get(verdict_key(name, case.operator, case.dtype), HOLDS)
         error = self.own["errors"].get(str(case), {}).get(name, "")
         sessions = self._sessions.get((str(case), name), {})
         if verdict or error or not sessions:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spec_lm.bench.cases import Case, arguments
+from spec_lm.bench.cases import Case, arguments, tensors_of
 from spec_lm.bench.devices import Cpu, Cuda
 from spec_lm.bench.variants import Variant
 
@@ -82,7 +82,7 @@ def _others(case: Case, variant: Variant, device: Cpu | Cuda, took: float) -> li
     """Calls on other inputs, as many as fill the cache, so that no short call finds its inputs there."""
     if took > _LONG or case.operator == "transformer_lm" or case.compiled:
         return []  # a model has weights enough; with others it would be compiled again
-    sets = min(MOST_SETS, -(-device.cache // max(1, _size(arguments(case, 0)))))
+    sets = min(MOST_SETS, -(-device.cache // max(1, sum(each.nbytes for each in tensors_of(arguments(case, 0))))))
     return [single_call(case, variant, seed) for seed in range(1, sets)]
 
 
@@ -132,23 +132,23 @@ def _backward(call: Callable[..., Tensor], inputs: tuple[Any, ...], leaves: tupl
     return both
 
 
-def _size(given: tuple[Any, ...]) -> int:
-    flat = [item for value in given for item in (value.values() if isinstance(value, dict) else [value])]
-    return sum(item.nbytes for item in flat if isinstance(item, Tensor))
-
-
 # ------------------------------------------------------------------------------------------------------------- ceilings
 
 
-def ceiling(kind: str, dtype: str, device: Cpu | Cuda, budget: float) -> tuple[Row, float]:
-    """A large matrix product, or a large copy, as a row; and the operations, or bytes, of one call."""
+def ceiling_work(kind: str, device: Cpu | Cuda) -> float:
+    """The operations, or bytes, of one call of a ceiling."""
+    return 2.0 * device.product**3 if kind == "product" else 2.0 * 4 * (device.copied // 4)
+
+
+def ceiling(kind: str, dtype: str, device: Cpu | Cuda, budget: float) -> Row:
+    """A large matrix product, or a large copy, as a row."""
     of = {"dtype": getattr(torch, dtype), "device": device.name}
     if kind == "product":
         n = device.product
         a, b, c = (torch.ones(n, n, **of) for _ in range(3))
-        return _calibrated_row(lambda: torch.mm(a, b, out=c), device, budget), 2.0 * n**3
+        return _calibrated_row(lambda: torch.mm(a, b, out=c), device, budget)
     source, target = (torch.ones(device.copied // 4, dtype=torch.float32, device=device.name) for _ in range(2))
-    return _calibrated_row(lambda: target.copy_(source), device, budget), 2.0 * source.nbytes
+    return _calibrated_row(lambda: target.copy_(source), device, budget)
 
 
 def _calibrated_row(call: Callable[[], Any], device: Cpu | Cuda, budget: float) -> Row:

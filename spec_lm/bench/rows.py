@@ -7,5 +7,5 @@ def test_row(benchmark: Any, timed: Any) -> None:
     """Time one variant in one case, in one session; why it cannot be is written down with it."""
     row = timed.prepared()
     benchmark.extra_info.update(timed.told(row))
-    benchmark._timer = timed.clock(row)
+    benchmark._timer = timed.bench.device.clock(row.seconds)
     benchmark.pedantic(row.call, rounds=row.rounds, iterations=row.iterations)

@@ -14,7 +14,7 @@ import torch
 
 from spec_lm.bench import variants
 from spec_lm.bench.cases import SUITES, WIDTHS, Case
-from spec_lm.bench.results import HOLDS
+from spec_lm.bench.results import HOLDS, verdict_key
 from spec_lm.bench.session import Plan, environment
 from spec_lm.bench.variants import Variant, of_implementation
 from spec_lm.conformance import workers
@@ -104,7 +104,10 @@ def run(asked: Asked, tell: Callable[[str], None] = lambda text: None) -> dict[s
     tell(f"checks the clauses of {len(chosen)} variants")
     verdicts = dict(_verdicts(asked, cases, chosen))
     work = [(case, [v.name for v in chosen if v.has(case.operator)]) for case in cases]
-    timed = [(case, tuple(n for n in names if not verdicts[_key(n, case)])) for case, names in work]
+    timed = [
+        (case, tuple(name for name in names if not verdicts[verdict_key(name, case.operator, case.dtype)]))
+        for case, names in work
+    ]
     plan = Plan(
         tuple((case, names) for case, names in timed if names),
         asked.implementations,
@@ -122,10 +125,6 @@ def run(asked: Asked, tell: Callable[[str], None] = lambda text: None) -> dict[s
     return data
 
 
-def _key(name: str, case: Case) -> str:
-    return f"{name} {case.operator} {case.dtype}"
-
-
 def _verdicts(asked: Asked, cases: Iterable[Case], chosen: list[Variant]) -> Iterable[tuple[str, str]]:
     """For each variant, operator and dtype: the clause that fails, or nothing where all hold."""
     directions: dict[tuple[str, str], set[str]] = {}
@@ -137,7 +136,7 @@ def _verdicts(asked: Asked, cases: Iterable[Case], chosen: list[Variant]) -> Ite
             ids = [clause_id for op, ways in mine.items() for clause_id in clauses_of(op, "training" in ways)]
             outcomes = _checked(variant, ids, dtype, asked)
             for operator in mine:
-                yield f"{variant.name} {operator} {dtype}", outcomes.get(operator, HOLDS)
+                yield verdict_key(variant.name, operator, dtype), outcomes.get(operator, HOLDS)
 
 
 def clauses_of(operator: str, training: bool) -> list[str]:

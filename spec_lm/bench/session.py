@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -118,10 +118,6 @@ class Timed:
                 failed[self.name] = f"{type(error).__name__}: {error}"
         pytest.skip(failed[self.name])
 
-    def clock(self, row: Row) -> Callable[[], float]:
-        """What the device reads the time with."""
-        return self.bench.device.clock(row.seconds)
-
     def told(self, row: Row) -> dict[str, Any]:
         """What a report needs beside the times."""
         about = {"case": self.case.told(), "variant": self.name, "session": self.session}
@@ -145,18 +141,11 @@ class TimedCeiling:
 
     def prepared(self) -> Row:
         """Its row."""
-        return self._made()[0]
-
-    def clock(self, row: Row) -> Callable[[], float]:
-        """What the device reads the time with."""
-        return self.bench.device.clock(row.seconds)
+        return rows.ceiling(self.kind, self.dtype, self.bench.device, 3 * self.bench.plan.seconds)
 
     def told(self, row: Row) -> dict[str, Any]:
         """What one call does."""
-        return {CEILING: self.kind, "dtype": self.dtype, "work": self._made()[1]}
-
-    def _made(self) -> tuple[Row, float]:
-        return rows.ceiling(self.kind, self.dtype, self.bench.device, 3 * self.bench.plan.seconds)
+        return {CEILING: self.kind, "dtype": self.dtype, "work": rows.ceiling_work(self.kind, self.bench.device)}
 
 
 class Plugin:

@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spec_lm.bench.cases import model_sizes, tensors_of
 from spec_lm.bench.unchecked import unchecked
+from spec_lm.conformance.declarations import DTYPES
 from spec_lm.conformance.implementation import Implementation
 from spec_lm.conformance.operators import OPERATORS
 from spec_lm.reference import functional, modules
@@ -68,8 +70,7 @@ def _unbuilt(builder: Callable[..., Built]) -> Callable[..., Tensor]:
 
 
 def _leaves(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    flat = [item for value in arguments for item in (value.values() if isinstance(value, Mapping) else [value])]
-    return tuple(item for item in flat if isinstance(item, Tensor) and item.is_floating_point())
+    return tuple(filter(Tensor.is_floating_point, tensors_of(arguments)))
 
 
 def of_implementation(implementation: Implementation) -> Variant:
@@ -106,7 +107,7 @@ def _all_of(module: Any) -> dict[str, Callable[..., Any]]:
     return {name: getattr(module, name) for name in OPERATORS}
 
 
-_ANY_DTYPE = {"dtype": ["float32", "float64", "bfloat16", "float16"]}
+_ANY_DTYPE = {"dtype": list(DTYPES)}
 
 
 def _reference() -> Variant:
@@ -130,9 +131,7 @@ def _model_builder(kind: type[nn.Module]) -> Callable[..., Built]:
     def build(
         token_ids: Tensor, weights: Mapping[str, Tensor], num_heads: int, theta: float, context_length: int
     ) -> Built:
-        vocab, d_model = weights["token_embeddings.weight"].shape
-        layers = sum(key.endswith("ln1.weight") for key in weights)
-        d_ff = len(weights["layers.0.ffn.w1.weight"]) if layers else 4
+        vocab, d_model, layers, d_ff = model_sizes(weights)
         head = weights["lm_head.weight"]
         sizes = vocab, context_length, d_model, layers, num_heads, d_ff, theta
         model = kind(*sizes, weights=weights, device=head.device, dtype=head.dtype)

@@ -308,7 +308,7 @@ def failures_text(report: Report, file: str = "", whole: bool = False) -> Iterat
         file: where the report was written to; empty where it cannot be replayed.
         whole: tell every failure in full.
     """
-    for operator, outcomes in _by_operator(report.of("fails", "error")).items():
+    for operator, outcomes in by_operator(report.of("fails", "error")).items():
         failing = _telling_first([outcome for outcome in outcomes if outcome.outcome == "fails"])
         shown = len(failing) if whole or len(failing) <= _TOLD_IN_FULL + 1 else _TOLD_IN_FULL
         for number, outcome in enumerate(failing[:shown]):
@@ -319,13 +319,13 @@ def failures_text(report: Report, file: str = "", whole: bool = False) -> Iterat
         yield from _errors_text([outcome for outcome in outcomes if outcome.outcome == "error"])
 
 
-# Clauses that fail wherever any value is wrong; whatever else fails then tells more of what is wrong with it.
-_SAYS_LITTLE = ("agrees_with_the_oracle", "any_length", "any_memory_layout", "long_rows", "has_no_memory")
-
-
 def warnings_text(report: Report) -> Iterator[str]:
     """What is said of clauses that hold, a line each: waivers that may no longer be needed."""
     yield from (f"WARNS  {o.clause}: {printable(o.message)}" for o in report.of("holds") if o.message)
+
+
+# Clauses that fail wherever any value is wrong; whatever else fails then tells more of what is wrong with it.
+_SAYS_LITTLE = ("agrees_with_the_oracle", "any_length", "any_memory_layout", "long_rows", "has_no_memory")
 
 
 def _telling_first(failing: list[Outcome]) -> list[Outcome]:
@@ -340,7 +340,8 @@ def _little(name: str) -> int:
     return max((place for place, each in enumerate(_SAYS_LITTLE, 1) if name.startswith(each)), default=0)
 
 
-def _by_operator(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
+def by_operator(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
+    """Outcomes in their order, those of an operator together."""
     groups: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault(outcome.operator, []).append(outcome)

@@ -451,9 +451,7 @@ class Checked:
         """The undeclared choices under which the result is right, as few as will do; none where it is right as it is,
         or wrong under all, or right by a coincidence of the values, which smallest counterexamples have."""
         again = replace(self, calls=None, observe=lambda ratio: None)
-        try:
-            raw = again(*arguments).raw if cotangent is None else _raw(again.gradients(arguments, cotangent))
-        except Violation:
+        if (raw := again._raw_result(arguments, cotangent)) is None:
             return {}
         for choices in sorted(self._undeclared(), key=len):
             declared = replace(again, conventions={**self.conventions, **choices})
@@ -464,11 +462,17 @@ class Checked:
     def _explains_other_values(self, arguments: tuple[Any, ...], cotangent: Tensor | None) -> bool:
         others = tuple(_distinct(value) for value in arguments)
         cotangent = None if cotangent is None else _distinct(cotangent)
+        raw = self._raw_result(others, cotangent)
+        return raw is not None and self._explains(raw, others, cotangent)
+
+    def _raw_result(self, arguments: tuple[Any, ...], cotangent: Tensor | None) -> Tensor | Mapping[str, Tensor] | None:
+        """What a call returns, or its gradients where a cotangent is given; None where it breaks off."""
         try:
-            raw = self(*others).raw if cotangent is None else _raw(self.gradients(others, cotangent))
+            if cotangent is None:
+                return self(*arguments).raw
+            return {name: output.raw for name, output in self.gradients(arguments, cotangent).items()}
         except Violation:
-            return False
-        return self._explains(raw, others, cotangent)
+            return None
 
     def _explains(
         self, raw: Tensor | Mapping[str, Tensor], arguments: tuple[Any, ...], cotangent: Tensor | None
@@ -566,10 +570,6 @@ def _arrived(result: Tensor, leaves: Mapping[str, Tensor], cotangent: Tensor) ->
 
 # What PyTorch says of a step without a backward: an operation, a function, a view that was taken under no_grad.
 _UNDIFFERENTIABLE = ("is not implemented", "must implement either the backward", "does not require grad")
-
-
-def _raw(outputs: Mapping[str, Output]) -> dict[str, Tensor]:
-    return {name: output.raw for name, output in outputs.items()}
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -247,7 +247,7 @@ def transformer_lm(
     return linear(rmsnorm(x, weights["ln_final.weight"], BLOCK_EPS), weights["lm_head.weight"])
 
 
-def number_of_layers(weights: Weights) -> int:
+def number_of_layers(weights: Mapping[str, object]) -> int:
     """How many different i the keys `layers.{i}.` have."""
     return len({key.split(".")[1] for key in weights if key.startswith("layers.")})
 

@@ -184,15 +184,14 @@ def clipped(text: str, longest: int = LONGEST_MESSAGE) -> str:
 
 
 def templates(filters: Mapping[str, Any]) -> Environment:
-    """The package's templates; what they are given is escaped, and what they are not given is an error."""
-    environment = Environment(
-        loader=PackageLoader("spec_lm.conformance", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=_shown,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    """The templates of reports; what they are given is escaped, and what they are not given is an error."""
+    return templates_of("spec_lm.conformance", filters, autoescape=True, finalize=_shown)
+
+
+def templates_of(package: str, filters: Mapping[str, Any], **options: Any) -> Environment:
+    """The templates of a package, with options of Jinja; what they are not given is an error."""
+    loader = PackageLoader(package, "templates")
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, **options)
     environment.filters.update(filters)
     return environment
 

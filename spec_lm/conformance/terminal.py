@@ -2,9 +2,16 @@
 
 from collections.abc import Iterable, Iterator
 
-from spec_lm.conformance.display import failures_text, header_text, operator_text, summary_text, warnings_text
+from spec_lm.conformance.display import (
+    by_operator,
+    failures_text,
+    header_text,
+    operator_text,
+    summary_text,
+    warnings_text,
+)
 from spec_lm.conformance.operators import OPERATORS
-from spec_lm.conformance.report import Outcome, Report, printable
+from spec_lm.conformance.report import Report, printable
 
 
 def terminal_blocks(reports: Iterable[Report], file: str = "", whole: bool = False) -> Iterator[str]:
@@ -17,10 +24,7 @@ def terminal_blocks(reports: Iterable[Report], file: str = "", whole: bool = Fal
     """
     width = max(map(len, OPERATORS))
     for report in reports:
-        groups: dict[str, list[Outcome]] = {}
-        for outcome in report:
-            groups.setdefault(outcome.operator, []).append(outcome)
-        lines = (operator_text(operator, outcomes, width) for operator, outcomes in groups.items())
+        lines = (operator_text(operator, outcomes, width) for operator, outcomes in by_operator(report).items())
         yield "\n".join([header_text(report.header), *lines])
         yield from map(printable, failures_text(report, file, whole))
         if warned := "\n".join(warnings_text(report)):

@@ -67,9 +67,8 @@ def table_of_neighbors_rotation_by_halves(x, positions, theta, max_seq_len):
     mistake="x[..., 0::2] and x[..., 1::2] are put together by cat, which is right for halves.",
 )
 def neighbors_joined_as_halves(x, positions, theta, max_seq_len):
-    cos, sin = _table(positions, x.shape[-1], theta)
-    a, b = x[..., ::2], x[..., 1::2]
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
+    turned = _turned(x, *_table(positions, x.shape[-1], theta))
+    return torch.cat((turned[..., ::2], turned[..., 1::2]), -1)
 
 
 @fault(
