@@ -281,6 +281,13 @@ class Search:
             pass
         return None, calls
 
+    def again(self, recipes: Mapping[str, Any]) -> Violation | None:
+        """What the clause comes to on other recipes, where that is a violation of the kind first found."""
+        if time.monotonic() > self.ends:
+            return None
+        violation, _ = self.recorded(recipes)
+        return violation if violation is not None and violation.kind == self.kind else None
+
     def earlier_calls(self) -> Iterator[Call]:
         """A call for each of the first examples, other than the last of them."""
         for key in list(self._seen)[:MOST_EARLIER]:

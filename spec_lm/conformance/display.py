@@ -18,6 +18,7 @@ from spec_lm.conformance.strategies import build, to_json
 from spec_lm.conformance.tolerance import Evidence
 
 MOST_NUMBERS = 64
+MOST_EXCEPTIONS = 8  # from the commonest value of a tensor of more numbers
 _WHOLE_WEIGHT = 8  # an entry of a weight dict with more numbers is shown by its shape
 _WIDTH = 110
 _LONGEST_LINE = 150
@@ -66,7 +67,18 @@ def _stored(value: Any) -> Any:
     stored = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
     if value.numel() <= MOST_NUMBERS:
         stored["data"] = _listed(value)
+        return stored
+    fill, others = exceptions(value)
+    if len(others) <= MOST_EXCEPTIONS:
+        stored |= {"fill": _listed(fill), "entries": [[*index, _listed(value[index])] for index in others]}
     return stored
+
+
+def exceptions(tensor: Tensor) -> tuple[Tensor, list[tuple[int, ...]]]:
+    """The commonest value of a tensor, and where it has others."""
+    values, counts = tensor.unique(return_counts=True)
+    fill = values[counts.argmax()]
+    return fill, [tuple(index) for index in (tensor != fill).nonzero().tolist()]
 
 
 def _listed(value: Tensor) -> Any:
@@ -104,7 +116,17 @@ def tensor_text(stored: Any) -> str:
     if not isinstance(stored, Mapping) or "shape" not in stored:
         return printable(str(stored))
     about = f"{shape_text(stored['shape'])} {stored['dtype']}"
+    if "fill" in stored:
+        return f"{_but_text(stored)}  {about}"
     return f"{numbers_text(stored['data'], stored['dtype'])}  {about}" if "data" in stored else about
+
+
+def _but_text(stored: Mapping[str, Any]) -> str:
+    """One value, and the few places where there is another: `0. but 1.5 at [64]`."""
+    fill, dtype = numbers_text(stored["fill"], stored["dtype"]), stored["dtype"]
+    others = (f"{numbers_text(value, dtype)} at {list(index)}" for *index, value in stored.get("entries", ()))
+    told = ", ".join(others)
+    return f"{fill} but {told}" if told else f"all {fill}"
 
 
 def shape_text(shape: Iterable[int]) -> str:

@@ -107,7 +107,11 @@ _OPERATOR = _matching("[a-z_]+", "an operator's name")
 _CLAUSE = _matching(r"[a-z_]+\.\w+", "a clause's id, as softmax.any_dim")
 _OBJECT = _each(dict, "an object", _ANY)
 _TEXTS = _each(list, "a list of texts", _TEXT)
-_TENSOR = _record({"shape": _each(list, "a list of counts", _COUNT), "dtype": _TEXT}, {"data": _NUMBERS})
+_ENTRIES = _each(list, "a list of lists of an index and a number", _LIST)
+_TENSOR = _record(
+    {"shape": _each(list, "a list of counts", _COUNT), "dtype": _TEXT},
+    {"data": _NUMBERS, "fill": _NUMBERS, "entries": _ENTRIES},
+)
 _WINDOW = _record({"first": _COUNT, "entries": _LIST}, {})
 
 

@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lm.conformance.display import shortest
+from spec_lm.conformance.display import MOST_EXCEPTIONS, exceptions, shortest
 from spec_lm.conformance.strategies import IdsRecipe, TensorRecipe
 
 _DEFAULT = (torch.float32, torch.int64, torch.bool)  # the dtypes that torch.tensor takes numbers for by itself
@@ -66,8 +67,21 @@ def _compact(tensor: Tensor, drawn: "Drawn | None") -> Iterator[str]:
         yield f"torch.ones({shape}, dtype=torch.bool).tril()"
     if tensor.ndim > 1 and len(tensor) > 1 and _same(tensor, tensor[:1].expand_as(tensor)):
         yield f"{literal(tensor[0])}.repeat({', '.join(map(str, [len(tensor), *[1] * (tensor.ndim - 1)]))})"
+    if tensor.numel() > 1 and not _has_negative_zero(tensor) and 0 < len(exceptions(tensor)[1]) <= MOST_EXCEPTIONS:
+        yield _but_text(tensor, *exceptions(tensor))
     if drawn is not None:
         yield from drawn.texts(tensor)
+
+
+def _has_negative_zero(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(((tensor == 0) & tensor.signbit()).any())
+
+
+def _but_text(tensor: Tensor, fill: Tensor, others: list[tuple[int, ...]]) -> str:
+    """All the same, but for a few entries, put in by their flat indices."""
+    values, flat = tensor[tuple(torch.tensor(others).T)], np.ravel_multi_index(tuple(np.array(others).T), tensor.shape)
+    same = min(_constant(fill, ", ".join(map(str, tensor.shape)), tensor), key=len)
+    return f"{same}.put(torch.tensor({flat.tolist()}), torch.tensor({_numbers(values)}{_dtype(tensor)}))"
 
 
 def _same(tensor: Tensor, other: Tensor) -> bool:

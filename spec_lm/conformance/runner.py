@@ -30,6 +30,7 @@ from spec_lm.conformance.display import counterexample_of, evidence_of
 from spec_lm.conformance.implementation import BUILT_IN, Implementation, loaded
 from spec_lm.conformance.isolated import check_isolated
 from spec_lm.conformance.operators import OPERATORS, Call, Checked
+from spec_lm.conformance.plainer import plainer
 from spec_lm.conformance.report import Outcome, Report, ReportError, Status, UserError
 from spec_lm.conformance.reproduction import Recording, reproduction
 from spec_lm.conformance.script import Origin
@@ -432,7 +433,8 @@ def _violations(clause: Clause, search: Search, domain: Domain, settings: Settin
             reasons.append(reason)
             continue
         if found is not None and not clause.feature:
-            violations[case] = _at_simpler_sizes(clause, search, domain, settings) or found
+            found = _at_simpler_sizes(clause, search, domain, settings) or found
+            violations[case] = plainer(search, found) if settings.shrink else found
             break
         if found is not None:
             violations[case] = found

@@ -384,6 +384,32 @@ class TensorRecipe:
         return laid_out(values.to(getattr(torch, self.dtype)).reshape(self.shape), self.layout)
 
 
+@dataclass(frozen=True)
+class EntriesRecipe:
+    """A tensor of one number, but for a few entries: what a counterexample made plainer says of a tensor.
+
+    Args:
+        shape: of the tensor.
+        fill: the number.
+        entries: flat index and value of each entry that is another.
+        dtype: as in "float32".
+        layout: in memory.
+    """
+
+    shape: tuple[int, ...]
+    fill: float
+    entries: tuple[tuple[int, float], ...]
+    dtype: str
+    layout: str = "contiguous"
+
+    def build(self) -> Tensor:
+        """The tensor, in fresh memory."""
+        values = torch.full((torch.Size(self.shape).numel(),), self.fill, dtype=getattr(torch, self.dtype))
+        for index, value in self.entries:
+            values[index] = value
+        return laid_out(values.reshape(self.shape), self.layout)
+
+
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
     """The tensor in another memory layout; what lies between its elements is NaN, True or 0.
 
@@ -502,12 +528,14 @@ class ProjectionsRecipe:
     regime: str
     seed: int
     dtype: str
+    replaced: tuple[tuple[str, EntriesRecipe], ...] = ()
 
-    def parts(self) -> dict[str, TensorRecipe]:
+    def parts(self) -> dict[str, TensorRecipe | EntriesRecipe]:
         """The recipe of each weight by its name in the plain signature."""
         shape = (self.d_model, self.d_model)
         names = ("w_q", "w_k", "w_v", "w_o")
-        return {n: TensorRecipe(shape, self.regime, _stream(n, self.seed), self.dtype) for n in names}
+        drawn = {n: TensorRecipe(shape, self.regime, _stream(n, self.seed), self.dtype) for n in names}
+        return drawn | dict(self.replaced)
 
     def build(self) -> Projections:
         """The weights, in fresh memory."""
@@ -532,6 +560,7 @@ class WeightsRecipe:
     dtype: str
     layers: int | None = None
     vocab: int = 0
+    replaced: tuple[tuple[str, EntriesRecipe], ...] = ()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each weight by its key."""
@@ -543,12 +572,13 @@ class WeightsRecipe:
         ends = {"ln_final.weight": (self.d_model,), "lm_head.weight": table}
         return {"token_embeddings.weight": table} | layers | ends
 
-    def parts(self) -> dict[str, TensorRecipe]:
+    def parts(self) -> dict[str, TensorRecipe | EntriesRecipe]:
         """The recipe of each weight by its key."""
-        return {
+        drawn = {
             key: TensorRecipe(shape, self._regime(key), _stream(key, self.seed), self.dtype)
             for key, shape in self.shapes().items()
         }
+        return drawn | dict(self.replaced)
 
     def _regime(self, key: str) -> str:
         if "ln" in key:
@@ -562,7 +592,10 @@ class WeightsRecipe:
 
 RECIPES: dict[str, type] = {
     kind.__name__: kind
-    for kind in (TensorRecipe, ShiftRecipe, MaskRecipe, IdsRecipe, PositionsRecipe, ProjectionsRecipe, WeightsRecipe)
+    for kind in (
+        *(TensorRecipe, EntriesRecipe, ShiftRecipe, MaskRecipe, IdsRecipe, PositionsRecipe),
+        *(ProjectionsRecipe, WeightsRecipe),
+    )
 }
 
 
@@ -591,6 +624,27 @@ RECIPES["ArgumentsRecipe"] = ArgumentsRecipe
 @lru_cache
 def _named_tuple(names: tuple[str, ...]) -> Any:
     return namedtuple("Arguments", names)
+
+
+def parts_of(recipe: Any) -> dict[tuple[str, ...], TensorRecipe | EntriesRecipe]:
+    """The recipes of single tensors of numbers inside a recipe, by the names that lead to them."""
+    if isinstance(recipe, TensorRecipe | EntriesRecipe):
+        return {(): recipe}
+    inside = dict(recipe.items) if isinstance(recipe, ArgumentsRecipe) else {}
+    if isinstance(recipe, ProjectionsRecipe | WeightsRecipe):
+        inside = recipe.parts()
+    return {(name, *path): part for name, each in inside.items() for path, part in parts_of(each).items()}
+
+
+def with_part(recipe: Any, path: tuple[str, ...], part: EntriesRecipe) -> Any:
+    """A recipe with another in place of the one that these names lead to."""
+    if not path:
+        return part
+    name, *rest = path
+    if isinstance(recipe, ArgumentsRecipe):
+        changed = ((n, with_part(each, tuple(rest), part) if n == name else each) for n, each in recipe.items)
+        return replace(recipe, items=tuple(changed))
+    return replace(recipe, replaced=(*recipe.replaced, (name, part)))
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

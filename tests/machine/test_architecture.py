@@ -45,6 +45,7 @@ RANKS = {
     "spec_lm.conformance.waivers": 4,
     "spec_lm.conformance.config": 4,
     "spec_lm.conformance.isolated": 5,
+    "spec_lm.conformance.plainer": 5,
     "spec_lm.conformance.runner": 5,
     "spec_lm.conformance.job": 5,
     "spec_lm.conformance.workers": 5,
