@@ -23,7 +23,7 @@ def basis_vectors_give_columns(linear, weight):
 
 @clause(
     "linear",
-    given(x=tensors("*batch d_in", (*GENERAL, "huge"))),
+    given(x=tensors("*batch d_in", ("zeros", "plain", "huge", "small integers", "shifted", "huge", "tiny", "huge"))),
     catches="a scale, a bias, an activation, a clamp",
     source=SOURCE,
 )

@@ -516,7 +516,7 @@ for command in (
 
 @app.command()
 def faults(
-    examples: Annotated[int, typer.Option(min=1, help="Examples drawn for each clause.")] = 20,
+    examples: Annotated[int, typer.Option(min=1, help="Examples drawn for each clause.")] = 16,
     seed: Annotated[int, typer.Option(help="Of all draws: the same seed gives the same matrix.")] = 0,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes at a time; by default one a core, at most 4.")

@@ -363,7 +363,7 @@ def positions_of_examples_for_heads(x, w_q, w_k, w_v, w_o, num_heads, theta, max
     MHA,
     family="positions",
     does="rescales theta by the length of the sequence",
-    detected_by=("a_prefix_gives_the_first_outputs", "positions_are_honored"),
+    detected_by="positions_are_honored",
     mistake="A rule for sequences beyond those trained on is applied to all.",
 )
 def theta_follows_the_length(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len, positions=None):
@@ -542,7 +542,7 @@ def table_as_long_as_the_sequence(x, w_q, w_k, w_v, w_o, num_heads, theta, max_s
     MHA,
     family="precision",
     does="rounds theta to bfloat16",
-    detected_by=("theta_is_honored", "positions_are_honored"),
+    detected_by="theta_is_honored",
     mistake="A buffer of the module is cast with its weights.",
     report="vllm-project/vllm#863",
 )
@@ -555,7 +555,7 @@ def theta_in_bfloat16(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len, posi
     MHA,
     family="precision",
     does="computes angles in bfloat16",
-    detected_by=("positions_are_honored", "agrees_with_the_oracle"),
+    detected_by="agrees_with_the_oracle",
     mistake="Frequencies are a buffer of the module, cast with its weights.",
     report="KellerJordan/modded-nanogpt#39",
 )

@@ -200,7 +200,7 @@ def first_mask_row_for_all_queries(query, key, value, mask=None):
     ATTENTION,
     family="mask",
     does="every example gets the mask of the first",
-    detected_by=("every_example_alone_where_sizes_coincide", "agrees_with_the_oracle"),
+    detected_by=("masked_weights_are_zero",),
     mistake="One mask was enough while all sequences had one length.",
 )
 def first_mask_for_all_examples(query, key, value, mask=None):
@@ -589,7 +589,7 @@ def examples_stacked_one_by_one(query, key, value, mask=None):
     ATTENTION,
     family="axis",
     does="keys are not transposed where there are as many as features",
-    detected_by=("permuting_keys_changes_nothing", "agrees_with_the_oracle"),
+    detected_by="permuting_keys_changes_nothing",
     mistake="Shapes that fit already are left as they are.",
 )
 def square_keys_not_transposed(query, key, value, mask=None):
@@ -660,7 +660,7 @@ def scale_of_the_values(query, key, value, mask=None):
     ATTENTION,
     family="scale",
     does="the scale is taken from d_k padded to a power of two",
-    detected_by=("scale_holds_for_any_head_size", "any_length"),
+    detected_by="scale_holds_for_any_head_size",
     mistake="The kernel pads heads, and asks the padded tensor for its size.",
     report="intel/ipex-llm#12619",
 )

@@ -210,7 +210,7 @@ def tail_of_hidden_units_left_out(x, w1, w2, w3):
     family="boundary",
     kind="tail_left_out",
     does="hidden units beyond the last whole block of 64 are left out",
-    detected_by=("reversing_rows_features_and_hidden_units", "any_length"),
+    detected_by="reversing_rows_features_and_hidden_units",
     mistake="The block loop runs over whole blocks only.",
 )
 def hidden_units_beyond_whole_blocks_left_out(x, w1, w2, w3):

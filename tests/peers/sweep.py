@@ -127,14 +127,22 @@ class Tally:
             self.worst, self.seed = other.worst, other.seed
 
 
+# A search begins with the plainest draws, whatever the seed: what a peer held on in this process is not judged again.
+_SEEN: set[int] = set()
+
+
 def judged(clause: Clause, checked: Checked, recipes: list[Mapping[str, Any]], tally: Tally) -> str:
-    """Run a clause on each of the recipes, up to a failure, which is told; else the text is empty."""
+    """Run a clause on each of the recipes that is new to it, up to a failure, which is told; else the text is empty."""
 
     def observe(ratio: float) -> None:
         tally.worst = max(tally.worst, ratio)
 
     watched = replace(checked, observe=observe)
     for each in recipes:
+        key = hash((tally.peer, tally.dtype, clause.id, *each.items()))
+        if key in _SEEN:
+            continue
+        _SEEN.add(key)
         try:
             clause.run(watched, each)
         except NotJudged:
