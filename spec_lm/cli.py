@@ -163,11 +163,13 @@ def check(
             sinks.append(_Sink(LAST, last))
             again = LAST
         how = _how(in_process, jobs, timeout, memory, device)
+        from spec_lm.conformance.implementation import grouped
+
         declared = _declared(config)
         named = implementations or list(declared.implementation)
         asked |= declared.asked(named, level, examples, conventions, supports)
         checks = _Checks(new_console(), sinks, asked, quiet, all_failures, str(again) if again else "", how)
-        codes = [checks.one(each) for each in _grouped(named)]
+        codes = [checks.one(each) for each in grouped(named) or [None]]
         if xml is not None and checks.reports:
             _write_junit(xml, checks.reports)
     is_whole = not checks.interrupted and not any(sink.required and sink.has_failed for sink in sinks)
@@ -238,20 +240,6 @@ def _support(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except ValueError:
         raise UserError(f'--support {text}: write the value as JSON, as in d_head=[64] or mask=["causal"]') from None
-
-
-def _grouped(arguments: list[str]) -> list[Any]:
-    """What to check, in turn: all pairs together, where the first stood; every other argument by itself."""
-    from spec_lm.conformance.implementation import is_pair
-
-    pairs = tuple(each for each in arguments if is_pair(each))
-    grouped: list[Any] = []
-    for each in arguments or [None]:
-        if each is None or not is_pair(each):
-            grouped.append(each)
-        elif pairs not in grouped:
-            grouped.append(pairs)
-    return grouped
 
 
 @dataclass

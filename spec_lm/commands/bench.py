@@ -65,13 +65,14 @@ def bench(
     """
     from spec_lm.bench.results import Results, changes, read
     from spec_lm.bench.run import Asked, run
+    from spec_lm.conformance.implementation import grouped
 
     with mendable():
         allowed = _allowed(fail_if_slower, baseline)
         before = Results(read(baseline)) if baseline else None
         folder = _folder(report)
         asked = Asked(
-            _grouped(implementations or []), tuple(variant or ()), tuple(operator or ()), device,
+            tuple(grouped(implementations or [])), tuple(variant or ()), tuple(operator or ()), device,
             tuple(dtype or ("float32",)), suite.value, sessions, seconds, threads, examples,
         )  # fmt: skip
         results = Results(run(asked, lambda text: say(f"spec-lm: {text}")), against)
@@ -81,14 +82,6 @@ def bench(
             _write(folder, results, changed)
     if allowed is not None and any(change.slower > 1 + allowed for change in changed):
         raise typer.Exit(1)
-
-
-def _grouped(arguments: list[str]) -> tuple[str, ...]:
-    """All pairs together as one implementation; every other argument by itself."""
-    from spec_lm.conformance.implementation import is_pair
-
-    pairs = " ".join(filter(is_pair, arguments))
-    return (*([pairs] if pairs else []), *(each for each in arguments if not is_pair(each)))
 
 
 def _allowed(percent: str | None, baseline: Path | None) -> float | None:

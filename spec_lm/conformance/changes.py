@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
-from spec_lm.conformance.report import Outcome, Report, ReportError, printable
+from spec_lm.conformance.report import Outcome, Report, ReportError, printable, shortened
 
 _SETTINGS = ("spec", "device", "dtype", "seed", "examples", "level", "conventions", "supports", "shard")
 _WORSE = {("holds", "fails"), ("holds", "error"), ("waived", "fails")}
@@ -36,7 +36,7 @@ class Change:
 
     def text(self, width: int) -> str:
         """The change on one line."""
-        seen = f"   {_shortened(self.new.message)}" if self.new and self.new.outcome in ("fails", "error") else ""
+        seen = f"   {shortened(self.new.message, 60)}" if self.new and self.new.outcome in ("fails", "error") else ""
         return f"{self.kind:<8} {self.clause:<{width}}   {_word(self.old)} -> {_word(self.new)}{seen}"
 
 
@@ -151,8 +151,3 @@ def _name(report: Report) -> str:
 
 def _word(outcome: Outcome | None) -> str:
     return outcome.outcome.replace("_", " ") if outcome else _NOT_RUN
-
-
-def _shortened(text: str, longest: int = 60) -> str:
-    flat = " ".join(text.split())
-    return flat if len(flat) <= longest else f"{flat[:longest]} .."

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lm.conformance.report import Cause, Outcome, Report, printable
+from spec_lm.conformance.report import Cause, Outcome, Report, printable, shortened
 from spec_lm.conformance.strategies import build, to_json
 from spec_lm.conformance.tolerance import Evidence
 
@@ -23,6 +23,7 @@ _WHOLE_WEIGHT = 8  # an entry of a weight dict with more numbers is shown by its
 _WIDTH = 110
 _LONGEST_LINE = 150
 _LABEL = 10
+_LONGEST_SEEN = 90  # of a reason in a list
 _MOST_LINES = 12  # of code
 _TOLD_IN_FULL = 3  # failures of one operator
 _AROUND = 3  # entries on each side of the worst one
@@ -374,7 +375,7 @@ def _rest_text(outcomes: list[Outcome], how: str) -> str:
     """Failures a line each: the clause, and what was seen."""
     head = f"FAIL   {len(outcomes)} more clauses of {outcomes[0].operator}; in full: {how}"
     widest = max(len(outcome.clause) for outcome in outcomes)
-    return "\n".join([head, *(f"  {o.clause:<{widest}}  {_shortened(_seen_text(o))}" for o in outcomes)])
+    return "\n".join([head, *(f"  {o.clause:<{widest}}  {shortened(_seen_text(o), _LONGEST_SEEN)}" for o in outcomes)])
 
 
 def _seen_text(outcome: Outcome) -> str:
@@ -433,17 +434,12 @@ def operator_text(operator: str, outcomes: list[Outcome], width: int = 0) -> str
     parts += [f"{counts[status]} {_verb(counts[status], 'fail')}" for status in ("fails",) if counts[status]]
     parts += [f"{counts[status]} {status}" for status in ("waived", "error") if counts[status]]
     reasons = Counter(outcome.message for outcome in outcomes if outcome.outcome == "not_judged")
-    parts += [f"{n} not judged ({_shortened(reason)})" for reason, n in reasons.items()]
+    parts += [f"{n} not judged ({shortened(reason, _LONGEST_SEEN)})" for reason, n in reasons.items()]
     return f"  {operator:<{width}}   " + "   ".join(parts)
 
 
 def _verb(count: int, verb: str) -> str:
     return verb + "s" if count == 1 else verb
-
-
-def _shortened(text: str, longest: int = 90) -> str:
-    text = printable(" ".join(text.split()))
-    return text if len(text) <= longest else f"{text[:longest]} .."
 
 
 def summary_text(report: Report) -> str:

@@ -9,7 +9,7 @@ import re
 import sys
 import tomllib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import Distribution, DistributionFinder
@@ -153,6 +153,12 @@ def _name_of(thing: Any) -> str:
 def is_pair(spec: str) -> bool:
     """Whether text is operator=module:function; what is there as a file or a folder is its path."""
     return "=" in spec and not os.path.exists(os.path.expanduser(spec))
+
+
+def grouped(arguments: Sequence[str]) -> list[str]:
+    """What to load, in turn: all pairs as one text, where the first stood; every other argument by itself, once."""
+    pairs = " ".join(filter(is_pair, arguments))
+    return list(dict.fromkeys(pairs if is_pair(each) else each for each in arguments))
 
 
 def looks_like_a_path(spec: str) -> bool:

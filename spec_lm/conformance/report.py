@@ -29,6 +29,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in text)
 
 
+def shortened(text: str, longest: int) -> str:
+    """Text of unknown origin on one line, its end left out where it is longer."""
+    text = printable(" ".join(text.split()))
+    return text if len(text) <= longest else f"{text[:longest]} .."
+
+
 def _escaped(character: str) -> str:
     return "    " if character == "\t" else character.encode("unicode_escape").decode("ascii")
 
