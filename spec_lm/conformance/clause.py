@@ -272,20 +272,24 @@ class Search:
     def recorded(self, recipes: Mapping[str, Any]) -> tuple[Violation | None, list[Call]]:
         """Run the clause once more: what it comes to, and the calls it makes."""
         calls: list[Call] = []
+        return self._unobserved(replace(self.checked, calls=calls), recipes), calls
+
+    def _unobserved(self, checked: Checked, recipes: Mapping[str, Any]) -> Violation | None:
         try:
-            self.clause.run(replace(self.checked, observe=lambda ratio: None, calls=calls), recipes)
+            self.clause.run(replace(checked, observe=lambda ratio: None), recipes)
         except Violation as violation:
             violation.recipes = dict(recipes)
-            return violation, calls
+            return violation
         except NotJudged:
             pass
-        return None, calls
+        return None
 
     def again(self, recipes: Mapping[str, Any]) -> Violation | None:
         """What the clause comes to on other recipes, where that is a violation of the kind first found."""
         if time.monotonic() > self.ends:
             return None
-        violation, _ = self.recorded(recipes)
+        is_named = self.kind is not None and self.kind.startswith("convention")
+        violation = self._unobserved(replace(self.checked, names_conventions=is_named), recipes)
         return violation if violation is not None and violation.kind == self.kind else None
 
     def earlier_calls(self) -> Iterator[Call]:

@@ -174,7 +174,7 @@ def _parts(recipe: Any) -> Iterator[Any]:
         for _, item in recipe.items:
             yield from _parts(item)
     elif hasattr(recipe, "parts"):
-        yield from recipe.parts().values()
+        yield from (part for part in recipe.parts().values() if isinstance(part, TensorRecipe))
     elif isinstance(recipe, TensorRecipe | IdsRecipe):
         yield recipe
 

@@ -352,6 +352,7 @@ class Checked:
         handed: the copies of the last call, as the implementation left them.
         handed_cotangent: the copy of the last cotangent, as backward left it.
         calls: where it is a list, every call is recorded in it.
+        names_conventions: whether `naming` looks for undeclared choices, which takes longer than the clause.
     """
 
     operator: Operator
@@ -364,6 +365,7 @@ class Checked:
     handed: tuple[Any, ...] = ()
     handed_cotangent: Tensor | None = None
     calls: list[Call] | None = None
+    names_conventions: bool = True
 
     def __call__(self, *arguments: Any) -> Output:
         """Call it.
@@ -439,7 +441,7 @@ class Checked:
         try:
             yield
         except Violation:
-            choices = self._choices_of(arguments, cotangent)
+            choices = self._choices_of(arguments, cotangent) if self.names_conventions else {}
             if not choices:
                 raise
             words = " and ".join(_CHOICES[choice] for choice in choices.values())

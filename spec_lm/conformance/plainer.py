@@ -18,6 +18,8 @@ from spec_lm.conformance.strategies import EntriesRecipe, NotJudged, TensorRecip
 from spec_lm.conformance.tolerance import Violation
 
 MOST_CALLS = 80
+MOST_CALLS_IF_LARGE = 24
+LARGE = 256  # numbers; attention to hundreds of tokens, and its bound, takes a tenth of a second
 MOST_ENTRIES = 16
 _Place = tuple[str, tuple[str, ...]]
 _Stays = Callable[[Tensor], bool]  # whether the violation is there with these numbers too
@@ -42,7 +44,9 @@ class _Plainest:
     """The plainest violation so far, and whether a plainer one stays one."""
 
     def __init__(self, search: Search, violation: Violation) -> None:
-        self.violation, self._search, self._calls = violation, search, 0
+        self.violation, self._search = violation, search
+        numbers = sum(part.build().numel() for _, part in self.places())
+        self._calls_left = MOST_CALLS if numbers <= LARGE else MOST_CALLS_IF_LARGE
         operator = search.clause.operator
         with loaded(BUILT_IN) as reference:
             self._reference = Checked(OPERATORS[operator], reference.functions[operator])
@@ -58,9 +62,9 @@ class _Plainest:
 
     def stays(self, place: _Place, values: Tensor) -> bool:
         """Whether the violation is there with other numbers at a place; if they are few, they are kept."""
-        if self._calls >= MOST_CALLS:
+        if self._calls_left == 0:
             return False
-        self._calls += 1
+        self._calls_left -= 1
         (argument, path), recipes = place, dict(self.violation.recipes or {})
         entries = _entries(values, dict(self.places())[place].layout)
         recipes[argument] = with_part(recipes[argument], path, entries)
