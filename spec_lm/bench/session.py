@@ -180,7 +180,7 @@ def memory(bench: Bench) -> list[dict[str, Any]]:
     """
     asked = [(case, name) for case, names in bench.plan.work if case.memory for name in names]
     if asked and isinstance(bench.device, Cpu):
-        workers.start()
+        workers.start("spec_lm.bench.variants")
     return [
         {"case": case.told(), "variant": name, "bytes": peak}
         for case, name in asked

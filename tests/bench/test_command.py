@@ -75,7 +75,7 @@ def test_a_run_shows_figures_of_what_holds_and_the_clause_that_does_not(command,
 def test_nothing_else_is_started_before_all_is_timed(monkeypatch, tmp_path):
     """The process that children are forked from imports torch for seconds: the ceilings were half of what they are."""
     happened: list[str] = []
-    monkeypatch.setattr(workers, "start", lambda: happened.append("started"))
+    monkeypatch.setattr(workers, "start", lambda *modules: happened.append("started"))
     monkeypatch.setattr(session, "_peak", lambda *row: happened.append("peak"))
 
     def timed(arguments, plugins):
