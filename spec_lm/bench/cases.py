@@ -205,9 +205,12 @@ def operations(case: Case) -> int:
 
 
 def traffic(case: Case) -> int:
-    """Bytes of the arguments read once and of the result written once; three times that for training."""
-    width = WIDTHS[case.dtype]
-    return _NUMBERS[case.operator](case.sizes) * width * (3 if case.direction == "training" else 1)
+    """Bytes that pass at least: forward reads the arguments and writes the result. Training then reads the cotangent of
+    the result and, unless the operator is linear in them, the arguments, and writes a gradient for each."""
+    arguments, result = _ARGUMENT_NUMBERS[case.operator](case.sizes), _RESULT_NUMBERS[case.operator](case.sizes)
+    if case.direction == "training":
+        arguments, result = arguments * (2 if case.operator in _LINEAR else 3), 2 * result
+    return (arguments + result) * WIDTHS[case.dtype]
 
 
 def _causal_pairs(s: Sizes) -> int:
@@ -247,25 +250,31 @@ _OPERATIONS: dict[str, Callable[[Sizes], int]] = {
 }
 
 
-def _block_numbers(s: Sizes) -> int:
-    return 2 * s.tokens * s.d_model + 4 * s.d_model**2 + 3 * s.d_model * s.d_ff + 2 * s.d_model
+def _block_weights_numbers(s: Sizes) -> int:
+    return 4 * s.d_model**2 + 3 * s.d_model * s.d_ff + 2 * s.d_model
 
 
-_NUMBERS: dict[str, Callable[[Sizes], int]] = {
-    "softmax": lambda s: 2 * s.tokens * s.d_model,
-    "silu": lambda s: 2 * s.tokens * s.d_model,
-    "linear": lambda s: 2 * s.tokens * s.d_model + s.d_model**2,
-    "embedding": lambda s: 2 * s.tokens * s.d_model,
-    "rmsnorm": lambda s: 2 * s.tokens * s.d_model + s.d_model,
-    "swiglu": lambda s: 2 * s.tokens * s.d_model + 3 * s.d_model * s.d_ff,
-    "rope": lambda s: 2 * s.tokens * s.d_model,
-    "scaled_dot_product_attention": lambda s: 4 * s.tokens * s.d_model,
-    "multihead_self_attention": lambda s: 2 * s.tokens * s.d_model + 4 * s.d_model**2,
-    "multihead_self_attention_with_rope": lambda s: 2 * s.tokens * s.d_model + 4 * s.d_model**2,
-    "transformer_block": _block_numbers,
+def _stream_numbers(s: Sizes) -> int:
+    return s.tokens * s.d_model
+
+
+_LINEAR = ("embedding", "rope")  # a backward that needs no argument of the forward
+_ARGUMENT_NUMBERS: dict[str, Callable[[Sizes], int]] = {
+    **dict.fromkeys(("softmax", "silu", "rope", "embedding"), _stream_numbers),
+    "linear": lambda s: _stream_numbers(s) + s.d_model**2,
+    "rmsnorm": lambda s: _stream_numbers(s) + s.d_model,
+    "swiglu": lambda s: _stream_numbers(s) + 3 * s.d_model * s.d_ff,
+    "scaled_dot_product_attention": lambda s: 3 * _stream_numbers(s),
+    "multihead_self_attention": lambda s: _stream_numbers(s) + 4 * s.d_model**2,
+    "multihead_self_attention_with_rope": lambda s: _stream_numbers(s) + 4 * s.d_model**2,
+    "transformer_block": lambda s: _stream_numbers(s) + _block_weights_numbers(s),
     "transformer_lm": lambda s: (
-        s.layers * _block_numbers(s) + 2 * s.tokens * s.d_model + s.vocab * s.d_model + s.tokens * s.vocab
+        _stream_numbers(s) + s.layers * _block_weights_numbers(s) + (s.vocab + 1) * s.d_model  # rows read of the table
     ),
+}
+_RESULT_NUMBERS: dict[str, Callable[[Sizes], int]] = {
+    **dict.fromkeys(_ARGUMENT_NUMBERS, _stream_numbers),
+    "transformer_lm": lambda s: s.tokens * s.vocab,
 }
 
 # The sizes that each operator has.

@@ -21,8 +21,11 @@ class Cpu:
     """The processor; the peak memory of a call is that of a process."""
 
     name = "cpu"
-    cache = 2**27  # bytes; inputs are rotated until they fill it
-    product, copied = 1024, 2**26  # sizes of the ceilings: of a matrix, and of a copy in bytes
+    products = 512, 1024, 1536  # rows of the matrices whose products are a ceiling
+
+    def __init__(self) -> None:
+        self.cache = 3 * _last_cache()  # bytes; of what is larger, nearly nothing is found in a cache again
+        self.copies = self.cache // 2, 2 * self.cache  # bytes of the copies that are a ceiling
 
     def clock(self, seconds: float) -> Clock:
         """What reads the time around a call that takes about so long."""
@@ -58,6 +61,12 @@ def _status(key: str) -> int:
     return 0
 
 
+def _last_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """The bytes of the largest cache, as Linux tells; elsewhere as many as most have at most."""
+    told = [path.read_text(encoding="ascii").strip() for path in folder.glob("index*/size")]
+    return max((int(size.removesuffix("K")) * 2**10 for size in told), default=2**25)
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -75,7 +84,8 @@ class Cuda:
     """
 
     cache = 2**28
-    product, copied = 8192, 2**30
+    products = 4096, 8192
+    copies = (2**30,)
 
     def __init__(self, name: str = "cuda", api: Any = torch.cuda) -> None:
         self.name, self._api = name, api

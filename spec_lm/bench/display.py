@@ -43,11 +43,12 @@ def cell_texts(cell: Cell) -> tuple[str, ...]:
         return (printable(cell.variant), printable(" ".join(cell.note.split())))
     quartiles = " .. ".join(map(seconds, cell.quartiles))
     speedup = "1" if cell.speedup is None else "{:.2f} ({:.2f} .. {:.2f})".format(*cell.speedup)
-    shares = ("" if part is None else f"{part:.0%}" for part in cell.share)
+    products, memory = ("" if part is None else f"{part:.0%}" for part in cell.share)
     peak = "" if cell.memory is None else f"{cell.memory / 2**20:.1f} MiB"
     compiling = "" if cell.compile_seconds is None else seconds(cell.compile_seconds)
     name = printable(cell.variant)
-    return (name, seconds(cell.seconds), quartiles, speedup, *shares, cell.limit, peak, compiling)
+    memory = "in cache" if cell.in_cache else memory
+    return (name, seconds(cell.seconds), quartiles, speedup, products, memory, cell.limit, peak, compiling)
 
 
 def seconds(value: float) -> str:

@@ -1,7 +1,8 @@
 """A row: one variant in one case, made ready to be timed."""
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spec_lm.bench.cases import Case, arguments, tensors_of
+from spec_lm.bench.cases import Case, arguments, tensors_of, traffic
 from spec_lm.bench.devices import Cpu, Cuda
 from spec_lm.bench.variants import Variant
 
@@ -29,6 +30,7 @@ class Row:
         iterations: calls between two readings.
         seconds: one call takes, about.
         compile_seconds: the first call of a compiled row took; None where it is eager.
+        in_cache: whether a call may find its inputs in a cache, so that the rate of memory is no limit to it.
     """
 
     call: Callable[[], Any]
@@ -36,6 +38,7 @@ class Row:
     iterations: int
     seconds: float
     compile_seconds: float | None = None
+    in_cache: bool = False
 
 
 def ready(case: Case, variant: Variant, device: Cpu | Cuda, budget: float) -> Row:
@@ -51,16 +54,18 @@ def ready(case: Case, variant: Variant, device: Cpu | Cuda, budget: float) -> Ro
     took = _first(first, device)
     calls = [first, *_others(case, variant, device, took)]
     turn = cycle(calls)
+    results: deque[Any] = deque(maxlen=len(calls) - 1)  # held, so that the next is written elsewhere
 
-    def timed() -> Any:
-        return next(turn)()
+    def timed() -> None:
+        results.append(next(turn)())
 
     for _ in calls:
         timed()
     seconds = _calibrated(timed, device)
     iterations = max(1, round(min(budget / 10, 0.01) / seconds))
     rounds = max(3 if seconds < _LONG else 1, min(50, round(budget / (seconds * iterations))))
-    return Row(timed, rounds, iterations, seconds, took if case.compiled else None)
+    in_cache = len(calls) * traffic(case) < device.cache
+    return Row(timed, rounds, iterations, seconds, took if case.compiled else None, in_cache)
 
 
 def _first(call: Callable[[], Any], device: Cpu | Cuda) -> float:
@@ -79,10 +84,11 @@ def _calibrated(call: Callable[[], Any], device: Cpu | Cuda) -> float:
 
 
 def _others(case: Case, variant: Variant, device: Cpu | Cuda, took: float) -> list[Callable[[], Any]]:
-    """Calls on other inputs, as many as fill the cache, so that no short call finds its inputs there."""
+    """Calls on other inputs, as many as fill the cache if it takes no more than a few."""
     if took > _LONG or case.operator == "transformer_lm" or case.compiled:
         return []  # a model has weights enough; with others it would be compiled again
-    sets = min(MOST_SETS, -(-device.cache // max(1, sum(each.nbytes for each in tensors_of(arguments(case, 0))))))
+    of_one = max(traffic(case), sum(each.nbytes for each in tensors_of(arguments(case, 0))))
+    sets = min(MOST_SETS, -(-device.cache // of_one))
     return [single_call(case, variant, seed) for seed in range(1, sets)]
 
 
@@ -135,22 +141,42 @@ def _backward(call: Callable[..., Tensor], inputs: tuple[Any, ...], leaves: tupl
 # ------------------------------------------------------------------------------------------------------------- ceilings
 
 
-def ceiling_work(kind: str, device: Cpu | Cuda) -> float:
-    """The operations, or bytes, of one call of a ceiling."""
-    return 2.0 * device.product**3 if kind == "product" else 2.0 * 4 * (device.copied // 4)
+@dataclass(frozen=True)
+class Ceiling:
+    """What the machine is asked to do as fast as it can.
+
+    Args:
+        kind: product or copy.
+        size: the rows of square matrices, or the bytes that are copied.
+        dtype: of the numbers.
+    """
+
+    kind: str
+    size: int
+    dtype: str = "float32"
+
+    @property
+    def work(self) -> float:
+        """The operations, or bytes read and written, of one call."""
+        return 2.0 * (self.size**3 if self.kind == "product" else self.size)
+
+    def row(self, device: Cpu | Cuda, budget: float) -> Row:
+        """As a row."""
+        of = {"dtype": getattr(torch, self.dtype), "device": device.name}
+        if self.kind == "product":
+            a, b, c = (torch.ones(self.size, self.size, **of) for _ in range(3))
+            return _calibrated_row(lambda: torch.mm(a, b, out=c), device, budget)
+        source, target = (torch.ones(self.size // of["dtype"].itemsize, **of) for _ in range(2))
+        return _calibrated_row(lambda: target.copy_(source), device, budget)
 
 
-def ceiling(kind: str, dtype: str, device: Cpu | Cuda, budget: float) -> Row:
-    """A large matrix product, or a large copy, as a row."""
-    of = {"dtype": getattr(torch, dtype), "device": device.name}
-    if kind == "product":
-        n = device.product
-        a, b, c = (torch.ones(n, n, **of) for _ in range(3))
-        return _calibrated_row(lambda: torch.mm(a, b, out=c), device, budget)
-    source, target = (torch.ones(device.copied // 4, dtype=torch.float32, device=device.name) for _ in range(2))
-    return _calibrated_row(lambda: target.copy_(source), device, budget)
+def ceilings(dtypes: Iterable[str], device: Cpu | Cuda) -> Iterator[Ceiling]:
+    """Products of each dtype, and copies."""
+    for dtype in dtypes:
+        yield from (Ceiling("product", size, dtype) for size in device.products)
+    yield from (Ceiling("copy", size) for size in device.copies)
 
 
 def _calibrated_row(call: Callable[[], Any], device: Cpu | Cuda, budget: float) -> Row:
     seconds = _calibrated(call, device)
-    return Row(call, max(3, min(50, round(budget / seconds))), 1, seconds)
+    return Row(call, max(3 if seconds < _LONG else 1, min(50, round(budget / seconds))), 1, seconds)

@@ -99,7 +99,7 @@ def run(asked: Asked, tell: Callable[[str], None] = lambda text: None) -> dict[s
     """
     if not find_spec("pytest_benchmark"):
         raise UserError("pytest-benchmark is not installed; install spec-lm[bench]")
-    workers.start()
+    workers.start("spec_lm.bench.preload")
     cases, chosen = asked.cases(), asked.variants()
     tell(f"checks the clauses of {len(chosen)} variants")
     verdicts = dict(_verdicts(asked, cases, chosen))

@@ -49,11 +49,11 @@ ENDS_A_CONTEXT = (
 )
 
 
-def start() -> None:
-    """Begin to import torch and the specification, in the process that children are forked from."""
+def start(*modules: str) -> None:
+    """Begin to import torch and the specification, and then modules, in the process that children are forked from."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the oracle's matrices are tiny; children inherit this
     if _forks():
-        context().set_forkserver_preload(["spec_lm.conformance.preload"])  # type: ignore[attr-defined]
+        context().set_forkserver_preload(["spec_lm.conformance.preload", *modules])  # type: ignore[attr-defined]
         forkserver.ensure_running()
 
 

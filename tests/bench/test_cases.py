@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from spec_lm.bench.cases import SUITES, USED, Case, Sizes, arguments, operations, traffic
+from spec_lm.bench.cases import SUITES, USED, Case, Sizes, arguments, operations, tensors_of, traffic
+from spec_lm.bench.row import single_call
+from spec_lm.bench.variants import variant
 from spec_lm.conformance.operators import OPERATORS
 from spec_lm.reference import functional
 
@@ -58,14 +60,50 @@ def test_the_model_counts_half_the_attention_that_torch_counts_since_the_mask_hi
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_training_is_three_times_forward_and_half_precision_half_the_bytes(operator):
     case = Case(operator, SMALL)
-    training = replace(case, direction="training")
-    assert (operations(training), traffic(training)) == (3 * operations(case), 3 * traffic(case))
+    assert operations(replace(case, direction="training")) == 3 * operations(case)
     assert 2 * traffic(replace(case, dtype="bfloat16")) == traffic(case) > 0
 
 
-def test_bytes_of_a_product_are_those_of_its_arguments_and_result():
-    x, weight = arguments(Case("linear", SMALL), 0)
-    assert traffic(Case("linear", SMALL)) == x.nbytes + weight.nbytes + functional.linear(x, weight).nbytes
+@pytest.mark.parametrize("operator", ["linear", "swiglu", "transformer_block", "transformer_lm"])
+def test_the_products_of_a_training_step_are_three_times_those_of_forward_as_torch_counts_them(operator):
+    """Every product has two in its backward, and none is counted twice; attention is left out, which is recomputed."""
+    case = Case(operator, replace(SMALL, sequence=1), direction="training")
+    with FlopCounterMode(display=False) as forward:
+        single_call(replace(case, direction="forward"), variant("reference"))()
+    with FlopCounterMode(display=False) as training:
+        single_call(case, variant("reference"))()
+    assert training.get_total_flops() == 3 * forward.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("operator", sorted(set(OPERATORS) - {"embedding", "transformer_lm"}))
+def test_bytes_of_forward_are_those_of_its_arguments_and_result(operator):
+    given = arguments(Case(operator, SMALL), 0)
+    floating = [each for each in tensors_of(given) if each.is_floating_point()]
+    result = getattr(functional, operator)(*given)
+    assert traffic(Case(operator, SMALL)) == sum(each.nbytes for each in (*floating, result))
+
+
+def test_of_a_table_the_bytes_of_the_rows_that_are_read_count():
+    row = 4 * SMALL.d_model
+    assert traffic(Case("embedding", SMALL)) == 2 * SMALL.tokens * row
+    weights = arguments(Case("transformer_lm", SMALL), 0)[1]
+    table = weights.pop("token_embeddings.weight").nbytes
+    logits = 4 * SMALL.tokens * SMALL.vocab
+    assert traffic(Case("transformer_lm", SMALL)) == sum(w.nbytes for w in weights.values()) + (
+        SMALL.tokens * row + logits
+    )
+    assert table == SMALL.vocab * row
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments_of_forward", "result", "read_again"),
+    [("softmax", 96, 96, 96), ("rope", 96, 96, 0), ("linear", 96 + 64, 96, 96 + 64), ("embedding", 96, 96, 0)],
+)
+def test_training_reads_what_backward_needs_and_writes_gradients(operator, arguments_of_forward, result, read_again):
+    """2 sequences of 6 tokens of 8 numbers; a linear operator's backward needs the cotangent alone."""
+    forward, gradients, cotangent = arguments_of_forward + result, arguments_of_forward, result
+    expected = forward + read_again + cotangent + gradients
+    assert traffic(Case(operator, SMALL, direction="training")) == 4 * expected
 
 
 @pytest.mark.parametrize("suite", SUITES)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from spec_lm import cli
-from spec_lm.bench import cases, run
+from spec_lm.bench import cases, run, session
 from spec_lm.bench.cases import Case, Sizes
 from spec_lm.conformance import workers
 
@@ -70,6 +70,23 @@ def test_a_run_shows_figures_of_what_holds_and_the_clause_that_does_not(command,
     code, out, err = command(*FEW, "--baseline", "fast.json", "--fail-if-slower", "10%")
     assert code == 1
     assert "times the time of the baseline: reference, softmax" in out
+
+
+def test_nothing_else_is_started_before_all_is_timed(monkeypatch, tmp_path):
+    """The process that children are forked from imports torch for seconds: the ceilings were half of what they are."""
+    happened: list[str] = []
+    monkeypatch.setattr(workers, "start", lambda *modules: happened.append("started"))
+    monkeypatch.setattr(session, "_peak", lambda *row: happened.append("peak"))
+
+    def timed(arguments, plugins):
+        happened.append("timed")
+        session.memory(plugins[0].bench)
+        return 0
+
+    monkeypatch.setattr(pytest, "main", timed)
+    plan = session.Plan(((Case("softmax", Sizes(1, 2, 4), memory=True), ("fused",)),))
+    assert session.measure(plan, tmp_path / "result.json") == 0
+    assert happened == ["timed", "started", "peak"]
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from spec_lm.bench import devices
 from spec_lm.bench.cases import Case, Sizes
 from spec_lm.bench.devices import Cpu, Cuda
-from spec_lm.bench.row import ready
+from spec_lm.bench.row import MOST_SETS, Ceiling, ceilings, ready
 from spec_lm.bench.variants import Variant
 from spec_lm.conformance import workers
 
@@ -108,6 +109,55 @@ def test_a_row_on_a_device_is_calibrated_by_waiting_for_it(fake):
     assert row.seconds == pytest.approx(2e-3, rel=0.01)
     assert row.iterations == 5
     assert row.rounds == 10
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sets", "in_cache"),
+    [(Sizes(1, 2, 4), MOST_SETS, True), (Sizes(1, 256, 64), 4, False), (Sizes(1, 2048, 64), 1, False)],
+)
+def test_inputs_and_results_are_rotated_until_they_fill_the_cache_or_the_row_says_they_are_in_it(sizes, sets, in_cache):
+    inputs: list[int] = []
+    results: list[int] = []
+
+    def softmax(x: torch.Tensor, dim: int) -> torch.Tensor:
+        result = x.softmax(dim)
+        inputs.append(x.data_ptr())
+        results.append(result.data_ptr())
+        return result
+
+    device = Cpu()
+    device.cache = 2**19
+    row = ready(Case("softmax", sizes), Variant("spy", "spy", {"softmax": softmax}), device, budget=1e-3)
+    assert row.in_cache == in_cache
+    for _ in range(sets):
+        row.call()
+    assert len(set(inputs[-sets:])) == len(set(results[-sets:])) == sets
+    assert len(set(inputs)) == sets
+
+
+def test_the_last_cache_is_that_which_the_system_tells(tmp_path):
+    for index, size in enumerate(("32K", "1024K", "32768K")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(size + "\n", encoding="ascii")
+    assert devices._last_cache(tmp_path) == 2**25
+    assert devices._last_cache(tmp_path / "none") > 0
+
+
+@pytest.mark.parametrize("ceiling", [Ceiling("product", 24, "bfloat16"), Ceiling("copy", 960)])
+def test_a_ceiling_counts_what_its_call_does(ceiling):
+    row = ceiling.row(Cpu(), budget=1e-6)
+    with FlopCounterMode(display=False) as counter:
+        row.call()
+    assert ceiling.work == (counter.get_total_flops() or 2 * 960)
+
+
+def test_ceilings_are_of_each_dtype_and_of_several_sizes_and_every_copy_leaves_the_cache():
+    device = Cpu()
+    found = list(ceilings(("float32", "bfloat16"), device))
+    products = {(each.size, each.dtype) for each in found if each.kind == "product"}
+    assert products == {(size, dtype) for size in device.products for dtype in ("float32", "bfloat16")}
+    assert len(device.products) > 1
+    assert all(each.work >= device.cache for each in found if each.kind == "copy")
 
 
 def test_a_device_tells_its_name_and_versions(fake):

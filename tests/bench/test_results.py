@@ -13,11 +13,12 @@ from spec_lm.bench.results import Results, changes, read, slope
 from spec_lm.conformance.report import UserError
 
 CASE = Case("softmax", Sizes(2, 4, 8))
+IN_CACHE = 7  # the sequence of the cases that find their inputs in a cache
 HOSTILE = "<script>alert(1)</script>|`[x](http://y)$\x1b[31m"
 
 
 def timed(case: Case, variant: str, session: int, median: float) -> dict[str, Any]:
-    info = {"case": case.told(), "variant": variant, "session": session}
+    info = {"case": case.told(), "variant": variant, "session": session, "in_cache": case.sizes.sequence == IN_CACHE}
     info |= {"operations": 1000, "bytes": 500, "compile_seconds": None}
     return {"extra_info": info, "stats": {"median": median, "q1": median * 0.9, "q3": median * 1.2}}
 
@@ -27,9 +28,9 @@ def data_of(times: dict[tuple[Case, str], list[float]], **own: Any) -> dict[str,
     for case, name in times:
         work.setdefault(case, []).append(name)
     benchmarks = [timed(case, name, k, each) for (case, name), row in times.items() for k, each in enumerate(row)]
-    for kind, rate in (("product", 1e4), ("copy", 1e3)):
+    for kind, rate in (("product", 1e4), ("product", 5e3), ("copy", 500), ("copy", 1e3)):
         info = {"ceiling": kind, "dtype": "float32", "work": rate}
-        benchmarks.append({"extra_info": info, "stats": {"median": 1.0}})
+        benchmarks.append({"extra_info": info, "stats": {"min": 1.0, "median": 3.0}})
     told = {"asked": {"suite": "quick", "sessions": 3, "seconds": 0.1}, "verdicts": {}, "memory": [], "errors": {}}
     told |= {"work": [(case.told(), names) for case, names in work.items()]}
     machine = {"spec_lm": {"device": "a machine", "threads": 2, "torch": "2", "spec_lm": "0"}, "python_version": "3"}
@@ -54,6 +55,19 @@ def test_shares_are_of_the_ceilings_and_the_nearer_one_is_the_limit():
     assert (reference.limit, fast.limit) == ("memory", "memory")
     slow = Results(data_of({(CASE, "reference"): [100.0]})).cells()[CASE][0]
     assert slow.limit == "overhead"
+
+
+def test_a_ceiling_is_the_best_of_all_sizes_sessions_and_rounds():
+    assert Results(DATA).ceilings == {("product", "float32"): 1e4, ("copy", "float32"): 1e3}
+
+
+def test_no_share_of_memory_is_stated_of_what_is_in_a_cache():
+    case = replace(CASE, sizes=replace(CASE.sizes, sequence=IN_CACHE))
+    results = Results(data_of({(case, "quick"): [0.2], (case, "slow"): [100.0]}))
+    quick, slow = results.cells()[case]
+    assert quick.share == (pytest.approx(0.5), None)
+    assert (quick.limit, slow.limit) == ("products", "cache or overhead")
+    assert "50%       in cache  products" in "\n".join(terminal(results))
 
 
 def test_where_a_clause_fails_it_stands_in_the_place_of_the_figure():

@@ -1,7 +1,10 @@
 """Variants compute the operators' equations, and those without checks of shapes differ in nothing else."""
 
+import importlib
+import runpy
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from spec_lm.bench import variants
 from spec_lm.bench.cases import Case, Direction, Sizes, arguments
 from spec_lm.bench.row import single_call
 from spec_lm.bench.unchecked import unchecked
+from spec_lm.conformance import workers
 from spec_lm.conformance.operators import OPERATORS
 from spec_lm.reference import functional, modules
 from spec_lm.reference.shapes import ShapeError
@@ -69,6 +73,27 @@ def test_copies_without_checks_leave_the_originals_as_they_are():
     assert copies["spec_lm.reference.modules"].functional is copies["spec_lm.reference.functional"]
     assert modules.functional is functional
     assert copies["spec_lm.fused"].modules is copies["spec_lm.reference.modules"]
+
+
+def test_a_peer_that_cannot_be_imported_ends_no_process(monkeypatch):
+    asked: list[str] = []
+
+    def broken(name: str) -> None:
+        asked.append(name)
+        raise RuntimeError(name)
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    runpy.run_module("spec_lm.bench.preload")
+    assert {name.partition(".")[0] for name in asked} == {"transformers", "x_transformers"}
+
+
+def test_a_start_asks_for_what_its_children_need_after_the_specification(monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr(workers, "context", lambda: SimpleNamespace(set_forkserver_preload=asked.extend))
+    monkeypatch.setattr(workers, "_forks", lambda: True)
+    monkeypatch.setattr(workers.forkserver, "ensure_running", lambda: None)
+    workers.start("spec_lm.bench.preload")
+    assert asked == ["spec_lm.conformance.preload", "spec_lm.bench.preload"]
 
 
 def test_a_name_that_is_no_variant_is_no_attribute():

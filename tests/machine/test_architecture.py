@@ -59,6 +59,7 @@ RANKS = {
     "spec_lm.bench.devices": 6,
     "spec_lm.bench.row": 6,
     "spec_lm.bench.rows": 6,
+    "spec_lm.bench.preload": 6,
     "spec_lm.bench.session": 6,
     "spec_lm.bench.results": 6,
     "spec_lm.bench.run": 6,
