@@ -1,9 +1,9 @@
 """The same operators and modules as the reference, as fast as stock PyTorch computes them.
 
-One product for queries, keys and values, one for gate and up (two on a processor, where they are faster); PyTorch's
-attention kernels, without a mask in the causal case; its RMSNorm; RoPE as one complex product. The signatures, errors
-and state dicts are the reference's, which stays the text to read. `torch.compile(.., fullgraph=True)` takes every
-operator and module.
+One product for queries, keys and values; in the modules one for gate and up (on a processor two, which are faster);
+PyTorch's attention kernels, without a mask in the causal case; its RMSNorm; RoPE as one complex product. The
+signatures, errors and state dicts are the reference's, which stays the text to read.
+`torch.compile(.., fullgraph=True)` takes every operator and module.
 """
 
 from collections.abc import Mapping, Sequence
@@ -75,7 +75,7 @@ def swiglu(
     x: Tokens, w1: Float[Tensor, "d_ff d_model"], w2: Float[Tensor, "d_model d_ff"], w3: Float[Tensor, "d_ff d_model"]
 ) -> Tokens:
     """Gate one projection by another."""
-    return _gated(x, torch.cat((w1, w3)), w2)
+    return _gated(F.linear(x, w1), F.linear(x, w3), w2)
 
 
 @shape_checked
@@ -159,11 +159,7 @@ def _normed(x: Tensor, gain: Tensor) -> Tensor:
     return F.rms_norm(x, gain.shape, gain, BLOCK_EPS)
 
 
-def _gated(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    if x.device.type == "cpu":  # rows of one product hold both, and to read halves of rows costs more than a product
-        gate, up = (F.linear(x, weight) for weight in w13.chunk(2))
-    else:
-        gate, up = F.linear(x, w13).chunk(2, -1)
+def _gated(gate: Tensor, up: Tensor, w2: Tensor) -> Tensor:
     return F.linear(F.silu(gate) * up, w2)
 
 
@@ -231,8 +227,9 @@ def _block(x: Tensor, weights: Weights, num_heads: int, table: Tensor) -> Tensor
     w_q, w_k, w_v, w_o = (weights[f"attn.{name}_proj.weight"] for name in ("q", "k", "v", "output"))
     normed = _normed(x, weights["ln1.weight"])
     y = x + _self_attended(normed, torch.cat((w_q, w_k, w_v)), w_o, num_heads, len(w_v), table)
-    w1, w2, w3 = (weights[f"ffn.{name}.weight"] for name in ("w1", "w2", "w3"))
-    return y + _gated(_normed(y, weights["ln2.weight"]), torch.cat((w1, w3)), w2)
+    normed = _normed(y, weights["ln2.weight"])
+    gate, up = (F.linear(normed, weights[f"ffn.{name}.weight"]) for name in ("w1", "w3"))
+    return y + _gated(gate, up, weights["ffn.w2.weight"])
 
 
 # ------------------------------------------------------------------------------------------------------------- modules
@@ -253,7 +250,11 @@ class SwiGLU(modules.SwiGLU):
 
     def mixed(self, x: Tensor) -> Tensor:
         """`forward` without a check of shapes."""
-        return _gated(x, self.w13, self.w2.weight)
+        if x.device.type == "cpu":  # a row of one product holds both, and to read halves costs more than a product
+            gate, up = (F.linear(x, weight) for weight in self.w13.chunk(2))
+        else:
+            gate, up = F.linear(x, self.w13).chunk(2, -1)
+        return _gated(gate, up, self.w2.weight)
 
 
 class MultiHeadSelfAttention(modules.MultiHeadSelfAttention):
