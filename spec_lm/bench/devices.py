@@ -34,14 +34,19 @@ class Cpu:
     def synchronize(self) -> None:
         """Nothing runs behind the caller's back."""
 
+    def give_back_memory(self) -> None:
+        """From now on large tensors that are freed go back to the system: kept, a later call would use them again, and
+        seem to take nothing."""
+        if sys.platform == "linux":
+            ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
+
     def peak(self, call: Callable[[], Any]) -> int | None:
         """The bytes that a call takes at most, beside what was there before; None where the system does not tell.
 
-        The process must be one that runs nothing else: memory that an earlier call left would be used again.
+        The process must be one that runs nothing else, and has given back memory since before it built the call.
         """
         if sys.platform != "linux":
             return None
-        ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back to the system
         call()
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is now what there is

@@ -207,8 +207,10 @@ def _peak(bench: Bench, case: Case, name: str) -> int | None:
 def _peak_in_child(case: Case, spec: str, name: str, sender: Any) -> None:
     """A process that has run nothing else."""
     with ExitStack() as stack:
+        device = Cpu()
+        device.give_back_memory()
         found = _variants((name,), (spec,), stack)
-        sender.send(Cpu().peak(rows.single_call(case, found[name])))
+        sender.send(device.peak(rows.single_call(case, found[name])))
 
 
 def _variants(names: tuple[str, ...], user: tuple[str, ...], stack: ExitStack) -> dict[str, Variant]:

@@ -173,7 +173,12 @@ def test_the_processor_tells_its_name_and_threads():
 
 
 def _peak_in_child(call: Callable[[], Any], sender: Any) -> None:
-    sender.send(Cpu().peak(call))
+    device = Cpu()
+    device.give_back_memory()
+    torch.ones(6 * 2**20)  # as what is built leaves behind: 16 MiB now come from the heap ..
+    held = [torch.ones(2**22) for _ in range(5)]
+    del held[:-1]  # .. and stay in it when they are freed
+    sender.send(device.peak(call))
 
 
 def _adds_two_of_16_mebibytes() -> torch.Tensor:
