@@ -64,7 +64,7 @@ def ready(case: Case, variant: Variant, device: Cpu | Cuda, budget: float) -> Ro
     seconds = _calibrated(timed, device)
     iterations = max(1, round(min(budget / 10, 0.01) / seconds))
     rounds = max(3 if seconds < _LONG else 1, min(50, round(budget / (seconds * iterations))))
-    in_cache = len(calls) * traffic(case) < device.cache
+    in_cache = took < _LONG and len(calls) * traffic(case) < device.cache
     return Row(timed, rounds, iterations, seconds, took if case.compiled else None, in_cache)
 
 
