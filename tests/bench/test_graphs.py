@@ -18,12 +18,14 @@ Graph = list[tuple[str, ...]]
 
 
 def graph_of(call: Callable[..., Any], given: tuple[Any, ...]) -> Graph:
-    """What dynamo makes of a call, whole: each node's operation and arguments, whatever their names."""
+    """What dynamo makes of a call, whole: each operation and its arguments, whatever the names and order of inputs."""
     found: list[Graph] = []
 
     def recording(module: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        number = {node: f"node {i}" for i, node in enumerate(module.graph.nodes)}
-        found.append([_told(node, number) for node in module.graph.nodes])
+        nodes = [node for node in module.graph.nodes if node.op != "placeholder"]
+        used = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each.op == "placeholder")
+        number = {node: f"node {i}" for i, node in enumerate((*used, *nodes))}
+        found.append([_told(node, number) for node in nodes])
         return module.forward
 
     torch.compiler.reset()
@@ -33,8 +35,6 @@ def graph_of(call: Callable[..., Any], given: tuple[Any, ...]) -> Graph:
 
 
 def _told(node: fx.Node, number: dict[fx.Node, str]) -> tuple[str, ...]:
-    if node.op == "placeholder":  # named after the parameter; which one it is shows where it is used
-        return (node.op,)
     return node.op, str(node.target), *(str(fx.map_arg(each, number.__getitem__)) for each in (node.args, node.kwargs))
 
 
