@@ -221,8 +221,10 @@ def known_clause(clause_id: str) -> Clause:
     """The clause of an id.
 
     Raises:
-        UsageError: there is none; the nearest is suggested.
+        UsageError: there is none; the nearest is suggested, of an operator where its clauses are listed.
     """
+    if clause_id in OPERATORS:
+        raise UsageError(f"{clause_id} is an operator; spec-lm clauses --operator {clause_id} lists its clauses")
     if clause_id not in CLAUSES:
         raise UsageError(f"no clause has the id {clause_id}{nearest(clause_id, list(CLAUSES))}")
     return CLAUSES[clause_id]

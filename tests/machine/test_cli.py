@@ -91,6 +91,7 @@ def test_an_implementation_without_what_was_asked_for_exits_with_2(spec_lm_comma
     ("arguments", "said"),
     [
         (("--clause", "softmax.shift_invarianc"), "did you mean softmax.shift_invariance?"),
+        (("--clause", "softmax"), "spec-lm clauses --operator softmax lists its clauses"),
         (("--operator", "sofmax"), "did you mean softmax?"),
         (("--dtype", "float31"), "float32, float64, bfloat16, float16"),
         (("--require", "ropes"), "did you mean rope?"),
