@@ -13,15 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spec_lm.bench.cases import model_sizes, tensors_of
+from spec_lm.bench.built import Built, as_function, leaves_of
+from spec_lm.bench.cases import model_sizes
 from spec_lm.bench.unchecked import unchecked
 from spec_lm.conformance.declarations import DTYPES
 from spec_lm.conformance.implementation import Implementation
 from spec_lm.conformance.operators import OPERATORS
 from spec_lm.reference import functional, modules
-
-Built = tuple[Callable[..., Any], tuple[Any, ...], tuple[Tensor, ...]]
-"""What is called, on what, and the leaves that get gradients."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Variant:
         """What to call on these arguments."""
         if operator in self.builders:
             return self.builders[operator](*arguments)
-        return self.functions[operator], arguments, _leaves(arguments)
+        return self.functions[operator], arguments, leaves_of(arguments)
 
     def has(self, operator: str) -> bool:
         """Whether it provides an operator."""
@@ -56,21 +54,9 @@ class Variant:
 
     def operators(self) -> dict[str, Any]:
         """As an implementation to check."""
-        built = {name: _unbuilt(builder) for name, builder in self.builders.items()}
+        built = {name: as_function(builder) for name, builder in self.builders.items()}
         declared = {"spec_lm_conventions": self.conventions, "spec_lm_supports": self.supports}
         return {**self.functions, **built, **declared}
-
-
-def _unbuilt(builder: Callable[..., Built]) -> Callable[..., Tensor]:
-    def function(*arguments: Any) -> Tensor:
-        call, inputs, _ = builder(*arguments)
-        return call(*inputs)
-
-    return function
-
-
-def _leaves(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    return tuple(filter(Tensor.is_floating_point, tensors_of(arguments)))
 
 
 def of_implementation(implementation: Implementation) -> Variant:

@@ -22,6 +22,7 @@ from spec_lm.reference.shapes import ShapeError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # when peers are imported
 SMALL = Sizes(batch=2, sequence=6, d_model=8, heads=2, d_ff=12, vocab=10, layers=2)
+WEIGHED = ("swiglu", "multihead_self_attention_with_rope", "transformer_lm")
 NAMES = [
     *("reference", "reference_checked", "matmul_attention", "one_projection", "fused", "torch_functions"),
     pytest.param("llama_eager", marks=pytest.mark.skipif(not find_spec("transformers"), reason="extra peers")),
@@ -59,6 +60,27 @@ def test_a_variant_is_checked_as_it_is_measured(name):
     assert {outcome.operator for outcome in report.of("holds")} == set(variants.variant(name).builders) or set(
         variants.variant(name).functions
     )
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("matmul_attention", "torch_functions")])
+def test_gradients_of_what_is_built_are_judged(name):
+    """Its weights are copies, packed or reordered; what they get comes back to the weights it was built of."""
+    clauses = [
+        f"{each}.gradients_with_respect_to_weights" for each in variants.variant(name).builders if each in WEIGHED
+    ]
+    report = spec_lm.check(f"spec_lm.bench.variants:{name}", clauses=clauses, examples=5)
+    assert [outcome.outcome for outcome in report] == ["holds"] * len(clauses)
+    assert clauses
+
+
+def test_a_built_model_with_a_wrong_gradient_is_seen():
+    def build(*arguments):
+        call, inputs, leaves = variants.variant("fused").build("transformer_lm", arguments)
+        return (lambda ids: call(ids) + call(ids).detach() - call(ids)), inputs, leaves
+
+    wrong = variants.Variant("wrong", "", {}, {"transformer_lm": build})
+    report = spec_lm.check(wrong.operators(), clauses=["transformer_lm.gradients_with_respect_to_weights"], examples=5)
+    assert [outcome.outcome for outcome in report] == ["fails"]
 
 
 def test_copies_without_checks_leave_the_originals_as_they_are():

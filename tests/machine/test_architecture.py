@@ -53,6 +53,7 @@ RANKS = {
     "spec_lm.matrix": 6,
     "spec_lm.bench": 6,
     "spec_lm.bench.cases": 6,
+    "spec_lm.bench.built": 6,
     "spec_lm.bench.llama": 6,
     "spec_lm.bench.unchecked": 6,
     "spec_lm.bench.variants": 6,
