@@ -6,6 +6,7 @@ where the clause is true, whatever the clause asks of its inputs.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -35,9 +36,14 @@ def plainer(search: Search, violation: Violation) -> Violation:
     plainest = _Plainest(search, violation)
     # The inputs last: where weights are the identity, the inputs show what is wrong.
     places = [place for place, part in plainest.places() if bool(part.build().isfinite().all())][::-1]
-    for change in (_whole, _sparse, _rounded):
-        places = [place for place in places if not change(plainest.values(place), partial(plainest.stays, place))]
+    with suppress(_NoCallsLeft):
+        for change in (_whole, _sparse, _rounded):
+            places = [place for place in places if not change(plainest.values(place), partial(plainest.stays, place))]
     return plainest.violation
+
+
+class _NoCallsLeft(Exception):
+    """The calls are used up: the plainest violation so far is the one."""
 
 
 class _Plainest:
@@ -61,9 +67,13 @@ class _Plainest:
         return dict(self.places())[place].build().contiguous()
 
     def stays(self, place: _Place, values: Tensor) -> bool:
-        """Whether the violation is there with other numbers at a place; if they are few, they are kept."""
+        """Whether the violation is there with other numbers at a place; if they are few, they are kept.
+
+        Raises:
+            _NoCallsLeft: this is not to be found out any more.
+        """
         if self._calls_left == 0:
-            return False
+            raise _NoCallsLeft
         self._calls_left -= 1
         (argument, path), recipes = place, dict(self.violation.recipes or {})
         entries = _entries(values, dict(self.places())[place].layout)
@@ -123,5 +133,6 @@ def _only(values: Tensor, kept: list[int]) -> Tensor:
 
 def _rounded(values: Tensor, stays: _Stays) -> bool:
     """Whether all numbers are, or may be, whole, or of one decimal."""
-    whole, short = values.round(), (values.double() * 10).round().div(10).to(values.dtype)
+    # -0.3 becomes 0, not -0, which would be no plainer.
+    whole, short = values.round() + 0.0, (values.double() * 10).round().div(10).to(values.dtype) + 0.0
     return torch.equal(values, whole) or stays(whole) or (not torch.equal(values, short) and stays(short))

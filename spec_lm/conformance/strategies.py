@@ -405,8 +405,9 @@ class EntriesRecipe:
     def build(self) -> Tensor:
         """The tensor, in fresh memory."""
         values = torch.full((torch.Size(self.shape).numel(),), self.fill, dtype=getattr(torch, self.dtype))
-        for index, value in self.entries:
-            values[index] = value
+        if self.entries:
+            places, others = zip(*self.entries, strict=True)
+            values[torch.tensor(places)] = torch.tensor(others, dtype=values.dtype)
         return laid_out(values.reshape(self.shape), self.layout)
 
 
@@ -644,7 +645,7 @@ def with_part(recipe: Any, path: tuple[str, ...], part: EntriesRecipe) -> Any:
     if isinstance(recipe, ArgumentsRecipe):
         changed = ((n, with_part(each, tuple(rest), part) if n == name else each) for n, each in recipe.items)
         return replace(recipe, items=tuple(changed))
-    return replace(recipe, replaced=(*recipe.replaced, (name, part)))
+    return replace(recipe, replaced=tuple((dict(recipe.replaced) | {name: part}).items()))
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -167,3 +167,34 @@ def test_a_tensor_of_few_exceptions_lies_in_memory_as_the_one_it_stands_for():
         assert torch.equal(tensor, plain)
         assert tensor.dtype == torch.bfloat16
         assert (tensor.stride(), tensor.storage_offset()) != (plain.stride(), 0)
+
+
+def test_a_tensor_that_must_stay_full_takes_no_more_steps_than_calls(monkeypatch):
+    """There are thousands of ways to make half of its entries 0."""
+    steps = []
+    only = module._only
+    monkeypatch.setattr(module, "_only", lambda *given: steps.append(given) or only(*given))
+
+    def wrong_for_many_different_numbers(x, dim):
+        return torch.softmax(x, dim) * (1.5 if x.unique().numel() > 2000 else 1)
+
+    assert outcome_of("softmax.sums_to_one_at_any_length", wrong_for_many_different_numbers).outcome == "fails"
+    assert 0 < len(steps) <= module.MOST_CALLS_IF_LARGE
+
+
+def test_no_zero_becomes_negative():
+    tried = []
+
+    def nothing_stays(values):
+        tried.append(values)
+        return False
+
+    module._rounded(torch.tensor([-0.3, -0.2, -0.04, 1.2]), nothing_stays)
+    assert len(tried) == 2
+    assert not any(bool((values.signbit() & (values == 0)).any()) for values in tried)
+
+
+def test_a_part_is_replaced_once():
+    first, second = (EntriesRecipe((4, 4), fill, (), "float32") for fill in (1.0, 2.0))
+    weights = with_part(with_part(ProjectionsRecipe(4, "halves", 1, "float32"), ("w_k",), first), ("w_k",), second)
+    assert weights.replaced == (("w_k", second),)
