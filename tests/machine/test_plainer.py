@@ -127,6 +127,14 @@ def test_where_the_reference_fails_too_nothing_is_made_plainer():
     assert torch.tensor(values_of(outcome)["x"]["data"]).flatten()[0] != 0
 
 
+def test_where_the_reference_cannot_be_imported_a_failure_is_one_all_the_same(monkeypatch):
+    def broken(name):
+        raise ModuleNotFoundError("No module named 'einops'")
+
+    monkeypatch.setattr(module, "loaded", broken)
+    assert outcome_of("silu.agrees_with_the_oracle", lambda x: x * 1.5).outcome == "fails"
+
+
 def test_few_calls_are_made(monkeypatch):
     calls = []
 
