@@ -18,7 +18,8 @@ from spec_lm.conformance.strategies import build, to_json
 from spec_lm.conformance.tolerance import Evidence
 
 MOST_NUMBERS = 64
-MOST_EXCEPTIONS = 8  # from the commonest value of a tensor of more numbers
+MOST_TO_READ = 16  # of more numbers the commonest is told, and where there are others ..
+MOST_EXCEPTIONS = 8  # .. if these are few
 _WHOLE_WEIGHT = 8  # an entry of a weight dict with more numbers is shown by its shape
 _WIDTH = 110
 _LONGEST_LINE = 150
@@ -68,11 +69,14 @@ def _stored(value: Any) -> Any:
     stored = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
     if value.numel() <= MOST_NUMBERS:
         stored["data"] = _listed(value)
-        return stored
+    return stored | (_filled(value) if value.numel() > MOST_TO_READ else {})
+
+
+def _filled(value: Tensor) -> dict[str, Any]:
     fill, others = exceptions(value)
-    if len(others) <= MOST_EXCEPTIONS:
-        stored |= {"fill": _listed(fill), "entries": [[*index, _listed(value[index])] for index in others]}
-    return stored
+    if len(others) > MOST_EXCEPTIONS:
+        return {}
+    return {"fill": _listed(fill), "entries": [[*index, _listed(value[index])] for index in others]}
 
 
 def exceptions(tensor: Tensor) -> tuple[Tensor, list[tuple[int, ...]]]:
@@ -117,9 +121,9 @@ def tensor_text(stored: Any) -> str:
     if not isinstance(stored, Mapping) or "shape" not in stored:
         return printable(str(stored))
     about = f"{shape_text(stored['shape'])} {stored['dtype']}"
-    if "fill" in stored:
-        return f"{_but_text(stored)}  {about}"
-    return f"{numbers_text(stored['data'], stored['dtype'])}  {about}" if "data" in stored else about
+    texts = [_but_text(stored)] if "fill" in stored else []
+    texts += [numbers_text(stored["data"], stored["dtype"])] if "data" in stored else []
+    return f"{min(texts, key=len)}  {about}" if texts else about
 
 
 def _but_text(stored: Mapping[str, Any]) -> str:

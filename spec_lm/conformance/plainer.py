@@ -21,7 +21,7 @@ from spec_lm.conformance.tolerance import Violation
 MOST_CALLS = 80
 MOST_CALLS_IF_LARGE = 24
 LARGE = 256  # numbers; attention to hundreds of tokens, and its bound, takes a tenth of a second
-MOST_ENTRIES = 16
+MOST_ENTRIES = 64
 _Place = tuple[str, tuple[str, ...]]
 _Stays = Callable[[Tensor], bool]  # whether the violation is there with these numbers too
 

@@ -20,7 +20,7 @@ from spec_lm.conformance.display import (
 )
 from spec_lm.conformance.operators import OPERATORS
 from spec_lm.conformance.report import Cause, Outcome, Report
-from spec_lm.conformance.strategies import ArgumentsRecipe, TensorRecipe, WeightsRecipe
+from spec_lm.conformance.strategies import ArgumentsRecipe, EntriesRecipe, TensorRecipe, WeightsRecipe
 from spec_lm.conformance.tolerance import Evidence, Output, Violation, at_most, bit_equal, close, finite
 
 
@@ -125,6 +125,20 @@ def test_scalars_stand_beside_the_last_tensor():
     recipes = {"x": TensorRecipe((1, 2), "small integers", 3, "float32"), "dim": -1, "theta": 10000.0}
     (line,) = values_text(counterexample_of(recipes)["values"])
     assert line.endswith("]  (1, 2) float32    dim = -1, theta = 10000.0")
+
+
+@pytest.mark.parametrize(
+    ("shape", "entries", "text"),
+    [
+        ((33,), (), "all 0.  (33,) float32"),
+        ((3, 40), ((41, 2.0), (7, -1.5)), "0. but -1.5 at [0, 7], 2. at [1, 1]  (3, 40) float32"),
+        ((2,), ((1, 2.0),), "[0., 2.]  (2,) float32"),
+        ((70,), tuple((i, 1.0 + i) for i in range(9)), "(70,) float32"),
+    ],
+)
+def test_of_many_numbers_that_are_nearly_all_alike_the_others_are_told(shape, entries, text):
+    recipes = {"x": EntriesRecipe(shape, 0.0, entries, "float32")}
+    assert list(values_text(counterexample_of(recipes)["values"])) == [f"x = {text}"]
 
 
 def test_a_weight_dict_is_set_closely_small_entries_whole_and_large_ones_by_shape():
