@@ -213,11 +213,13 @@ def values_text(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _weight_text(key: str, stored: Mapping[str, Any]) -> str:
-    """An entry of a weight dict: whole where it is small."""
+    """An entry of a weight dict: whole where it is small, by its shape where it is not plain."""
     if "data" in stored and math.prod(stored["shape"]) <= _WHOLE_WEIGHT:
         return f"{key} {numbers_text(stored['data'], stored['dtype'])}"
-    # The shapes of all layers are alike: those of the first are enough.
-    return "" if re.match(r"layers\.[1-9]", key) else f"{key} {shape_text(stored['shape'])}"
+    if re.match(r"layers\.[1-9]", key):  # the shapes of all layers are alike: those of the first are enough
+        return ""
+    told = f"{_but_text(stored)} " if "fill" in stored else ""
+    return f"{key} {told}{shape_text(stored['shape'])}"
 
 
 def _set_closely(label: str, entries: list[str]) -> Iterator[str]:

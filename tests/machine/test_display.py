@@ -20,7 +20,7 @@ from spec_lm.conformance.display import (
 )
 from spec_lm.conformance.operators import OPERATORS
 from spec_lm.conformance.report import Cause, Outcome, Report
-from spec_lm.conformance.strategies import ArgumentsRecipe, EntriesRecipe, TensorRecipe, WeightsRecipe
+from spec_lm.conformance.strategies import ArgumentsRecipe, EntriesRecipe, TensorRecipe, WeightsRecipe, with_part
 from spec_lm.conformance.tolerance import Evidence, Output, Violation, at_most, bit_equal, close, finite
 
 
@@ -148,6 +148,15 @@ def test_a_weight_dict_is_set_closely_small_entries_whole_and_large_ones_by_shap
     assert "layers.0.ln1.weight [" in " ".join(lines)
     assert len(lines) < 10
     assert all(len(line) <= 125 for line in lines)
+
+
+def test_a_plain_entry_of_a_weight_dict_is_told_with_its_shape():
+    plain = EntriesRecipe((5, 4), 0.0, ((6, 1.0),), "float32")
+    recipes = {"weights": WeightsRecipe(4, 8, "halves", 1, "float32", None, 0, (("attn.q_proj.weight", plain),))}
+    recipes["weights"] = with_part(recipes["weights"], ("ffn.w1.weight",), EntriesRecipe((8, 4), 0.0, (), "float32"))
+    text = " ".join(values_text(counterexample_of(recipes)["values"]))
+    assert "attn.q_proj.weight 0. but 1. at [1, 2] (5, 4);" in text
+    assert "ffn.w1.weight all 0. (8, 4);" in text
 
 
 def test_two_argument_lists_are_told_apart_where_they_differ():
