@@ -73,17 +73,21 @@ def _stored(value: Any) -> Any:
 
 
 def _filled(value: Tensor) -> dict[str, Any]:
-    fill, others = exceptions(value)
-    if len(others) > MOST_EXCEPTIONS:
+    if (found := exceptions(value)) is None:
         return {}
+    fill, others = found
     return {"fill": _listed(fill), "entries": [[*index, _listed(value[index])] for index in others]}
 
 
-def exceptions(tensor: Tensor) -> tuple[Tensor, list[tuple[int, ...]]]:
-    """The commonest value of a tensor, and where it has others."""
-    values, counts = tensor.unique(return_counts=True)
+def exceptions(tensor: Tensor) -> tuple[Tensor, list[tuple[int, ...]]] | None:
+    """The value that all entries have but a few, and where these are; None where they are not few."""
+    first = tensor.flatten()[: 2 * MOST_EXCEPTIONS + 1]  # more than half of these have it
+    values, counts = first.unique(return_counts=True)
     fill = values[counts.argmax()]
-    return fill, [tuple(index) for index in (tensor != fill).nonzero().tolist()]
+    others = tensor != fill
+    if int(others.sum()) > MOST_EXCEPTIONS:
+        return None
+    return fill, [tuple(index) for index in others.nonzero().tolist()]
 
 
 def _listed(value: Tensor) -> Any:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lm.conformance.display import MOST_EXCEPTIONS, exceptions, shortest
+from spec_lm.conformance.display import exceptions, shortest
 from spec_lm.conformance.strategies import IdsRecipe, TensorRecipe
 
 _DEFAULT = (torch.float32, torch.int64, torch.bool)  # the dtypes that torch.tensor takes numbers for by itself
@@ -67,8 +67,8 @@ def _compact(tensor: Tensor, drawn: "Drawn | None") -> Iterator[str]:
         yield f"torch.ones({shape}, dtype=torch.bool).tril()"
     if tensor.ndim > 1 and len(tensor) > 1 and _same(tensor, tensor[:1].expand_as(tensor)):
         yield f"{literal(tensor[0])}.repeat({', '.join(map(str, [len(tensor), *[1] * (tensor.ndim - 1)]))})"
-    if tensor.numel() > 1 and not _has_negative_zero(tensor) and 0 < len(exceptions(tensor)[1]) <= MOST_EXCEPTIONS:
-        yield _but_text(tensor, *exceptions(tensor))
+    if tensor.numel() > 1 and (found := exceptions(tensor)) and found[1] and not _has_negative_zero(tensor):
+        yield _but_text(tensor, *found)
     if drawn is not None:
         yield from drawn.texts(tensor)
 

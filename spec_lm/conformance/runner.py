@@ -321,7 +321,7 @@ class OperatorRun:
         """What the clauses have shown so far."""
         return Known(tuple(sorted(self.domain.without)), self.lost)
 
-    def outcome(self, clause: Clause, on_found: Emit = lambda outcome: None) -> Outcome:
+    def outcome(self, clause: Clause, on_found: Emit | None = None) -> Outcome:
         """Run a clause, on what the clauses before it left of the domain.
 
         `on_found` is told a failure as it was first seen, before a smaller counterexample is looked for.
@@ -338,15 +338,9 @@ class OperatorRun:
         def under_waiver(outcome: Outcome) -> Outcome:
             return waiver.applied(outcome, pinned) if waiver else outcome
 
+        told = None if on_found is None else lambda found: on_found(under_waiver(found))
         with settings_put_back():
-            outcome, lacking = run_clause(
-                clause,
-                self.checked,
-                self.domain,
-                self.settings,
-                self.origin,
-                lambda found: on_found(under_waiver(found)),
-            )
+            outcome, lacking = run_clause(clause, self.checked, self.domain, self.settings, self.origin, told)
         self.domain = replace(self.domain, without=self.domain.without | lacking)
         if clause.name == SIGNATURE and outcome.outcome == "fails":
             self.lost = f"{clause.id} fails: {outcome.message}"
@@ -389,13 +383,14 @@ def run_clause(
     domain: Domain,
     settings: Settings,
     origin: Origin | None = None,
-    on_found: Emit = lambda outcome: None,
+    on_found: Emit | None = None,
 ) -> tuple[Outcome, frozenset[str]]:
     """One clause's outcome, and the features it shows to be lacking; a failure of a function whose origin is known is
     written down in plain PyTorch, and `on_found` is told of it when it is first seen."""
     started = time.perf_counter()
     search = Search(clause, checked)
-    search.on_first = lambda violation: on_found(_failed(clause, search, violation))
+    if on_found is not None:
+        search.on_first = lambda violation: on_found(_failed(clause, search, violation))
     if settings.timeout is not None:
         search.ends = time.monotonic() + settings.timeout
     torch.manual_seed(settings.seed)
