@@ -1,12 +1,13 @@
 """What is built once of its arguments, as a module of its weights; and as a function of them again, to be checked."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from spec_lm.bench.cases import tensors_of
+from spec_lm.conformance.strategies import map_tensors
 
 Built = tuple[Callable[..., Any], tuple[Any, ...], tuple[Tensor, ...]]
 """What is called, on what, and the leaves that get gradients."""
@@ -57,16 +58,14 @@ def _numbered(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The same arguments, but all entries of their floating-point tensors numbered from 1 on."""
     first = 1
 
-    def numbers(value: Any) -> Any:
+    def numbers(tensor: Tensor) -> Tensor:
         nonlocal first
-        if isinstance(value, Mapping):
-            return {name: numbers(item) for name, item in value.items()}
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        first += value.numel()
-        return torch.arange(first - value.numel(), first, dtype=torch.float64, device=value.device).reshape(value.shape)
+        if not tensor.is_floating_point():
+            return tensor
+        begin, first = first, first + tensor.numel()
+        return torch.arange(begin, first, dtype=torch.float64, device=tensor.device).reshape(tensor.shape)
 
-    return tuple(map(numbers, arguments))
+    return tuple(map_tensors(value, numbers) for value in arguments)
 
 
 def leaves_of(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:

@@ -63,9 +63,14 @@ def ready(case: Case, variant: Variant, device: Cpu | Cuda, budget: float) -> Ro
         timed()
     seconds = _calibrated(timed, device)
     iterations = max(1, round(min(budget / 10, 0.01) / seconds))
-    rounds = max(3 if seconds < _LONG else 1, min(50, round(budget / (seconds * iterations))))
     in_cache = took < _LONG and len(calls) * traffic(case) < device.cache
+    rounds = _rounds(seconds, iterations, budget)
     return Row(timed, rounds, iterations, seconds, took if case.compiled else None, in_cache)
+
+
+def _rounds(seconds: float, iterations: int, budget: float) -> int:
+    """As many as fit into the budget, but enough for quartiles where a call is not long."""
+    return max(3 if seconds < _LONG else 1, min(50, round(budget / (seconds * iterations))))
 
 
 def _first(call: Callable[[], Any], device: Cpu | Cuda) -> float:
@@ -179,4 +184,4 @@ def ceilings(dtypes: Iterable[str], device: Cpu | Cuda) -> Iterator[Ceiling]:
 
 def _calibrated_row(call: Callable[[], Any], device: Cpu | Cuda, budget: float) -> Row:
     seconds = _calibrated(call, device)
-    return Row(call, max(3 if seconds < _LONG else 1, min(50, round(budget / seconds))), 1, seconds)
+    return Row(call, _rounds(seconds, 1, budget), 1, seconds)

@@ -140,7 +140,7 @@ class TimedCeiling:
     session: int
 
     def __repr__(self) -> str:
-        return f"ceiling: {self.ceiling.kind} {self.ceiling.size}, {self.ceiling.dtype}; session {self.session}"
+        return f"{CEILING}: {self.ceiling.kind} {self.ceiling.size}, {self.ceiling.dtype}; session {self.session}"
 
     def prepared(self) -> Row:
         """Its row."""

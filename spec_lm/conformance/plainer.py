@@ -8,6 +8,7 @@ where the clause is true, whatever the clause asks of its inputs.
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ class _Plainest:
 
     def __init__(self, search: Search, violation: Violation) -> None:
         self.violation, self._search = violation, search
-        numbers = sum(part.build().numel() for _, part in self.places())
+        numbers = sum(prod(part.shape) for _, part in self.places())
         self._calls_left = MOST_CALLS if numbers <= LARGE else MOST_CALLS_IF_LARGE
         operator = search.clause.operator
         with loaded(BUILT_IN) as reference:
@@ -64,7 +65,11 @@ class _Plainest:
 
     def values(self, place: _Place) -> Tensor:
         """The numbers that stand there now."""
-        return dict(self.places())[place].build().contiguous()
+        return self._part(place).build().contiguous()
+
+    def _part(self, place: _Place) -> TensorRecipe | EntriesRecipe:
+        argument, path = place
+        return parts_of((self.violation.recipes or {})[argument])[path]
 
     def stays(self, place: _Place, values: Tensor) -> bool:
         """Whether the violation is there with other numbers at a place; if they are few, they are kept.
@@ -76,7 +81,7 @@ class _Plainest:
             raise _NoCallsLeft
         self._calls_left -= 1
         (argument, path), recipes = place, dict(self.violation.recipes or {})
-        entries = _entries(values, dict(self.places())[place].layout)
+        entries = _entries(values, self._part(place).layout)
         recipes[argument] = with_part(recipes[argument], path, entries)
         violation = self._search.again(recipes)
         if violation is None or not self._is_true_there(recipes):

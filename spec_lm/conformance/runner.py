@@ -431,9 +431,10 @@ def _violations(clause: Clause, search: Search, domain: Domain, settings: Settin
             continue
         if found is not None and not clause.feature:
             found = _at_simpler_sizes(clause, search, domain, settings) or found
+            if settings.shrink:
+                with contextlib.suppress(Exception):  # an implementation may have left no way to import the reference
+                    found = plainer(search, found)
             violations[case] = found
-            with contextlib.suppress(Exception):  # an implementation may have left no way to import the reference
-                violations[case] = plainer(search, found) if settings.shrink else found
             break
         if found is not None:
             violations[case] = found
