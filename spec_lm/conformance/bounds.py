@@ -186,8 +186,8 @@ def _softmax(a: Arithmetic, s: np.ndarray, s_error: np.ndarray | None = None) ->
     """Every score may move by D = E(s) + u (2|s| + (max - s) + ln Z + 2), p_i most when the others move against it.
 
     up_i = p_i e^D_i / (p_i e^D_i + sum_{j != i} p_j e^-D_j), and lo_i with the signs of D swapped;
-    E = max(up - p, p - lo) + p ((n + 1) v + 2u)(1 + min(D, 10)) + p v |max + ln Z| + eta; 0 where the score is
-    -inf. exp(s - logsumexp(s)) rounds max + ln Z, and so moves a whole slice alike.
+    E = max(up - p, p - lo) + p ((n + 1) v + 2u)(1 + min(D, 10)) + 2 p v |max + ln Z| + eta; 0 where the score is
+    -inf. exp(s - logsumexp(s)) rounds max + ln Z, exp2 also its product with log2(e): a whole slice moves alike.
     """
     n = s.shape[-1]
     if s.size == 0:
@@ -212,7 +212,7 @@ def _softmax(a: Arithmetic, s: np.ndarray, s_error: np.ndarray | None = None) ->
     up = np.exp(log_up) * -np.expm1(log_p - log_up)
     lo = p * -np.expm1(log_lo - log_p)
     error = np.maximum(up, lo) + ((n + 1) * a.v + 2 * a.u) * p * (1 + np.minimum(drift, _DRIFT_CAP)) + a.eta
-    error += p * a.v * np.abs(largest + log_total)
+    error += p * (2 * a.v) * np.abs(largest + log_total)
     if some_hidden:
         error[hidden] = 0
     return _Near(p, error)
@@ -505,8 +505,8 @@ def _noisy_attention(noise: Noise, query: np.ndarray, key: np.ndarray, value: np
     largest = scores.max(-1, keepdims=True)
     exponentials = noise.rounded(np.exp(noise.rounded(scores - largest)))
     total = exponentials.sum(-1, keepdims=True)
-    # exp(s - logsumexp(s)) rounds max + ln Z, and so moves a whole row alike.
-    row = noise.spread(np.ones_like(total), noise.a.v * np.abs(largest + np.log(total)))
+    # exp(s - logsumexp(s)) rounds max + ln Z, exp2 also its product with log2(e): a whole row moves alike.
+    row = noise.spread(np.ones_like(total), 2 * noise.a.v * np.abs(largest + np.log(total)))
     p = noise.rounded(exponentials / noise.summed(total, total, keys)) * row
     return noise.summed(p @ value, p @ np.abs(value), keys)
 

@@ -296,10 +296,10 @@ def _softmax(
 ) -> tuple[np.ndarray, Callable[[np.ndarray, np.ndarray | float], np.ndarray]]:
     """p = softmax along the last axis; dscores = p (dp - sum p dp). The pullback also takes an error of that sum.
 
-    exp2(x log2 e) rounds the scores themselves, exp(x - logsumexp(x)) a whole row alike. Where exp / sum is
-    differentiated step by step, the maximum that was subtracted may get minus the sum of the row's gradients: nothing
-    but what rounding left of it. A running maximum gets that of every step, and entries that are alike leave the same:
-    u sqrt(n) sum|p dp| more.
+    exp2(x log2 e) rounds the scores themselves, exp(x - logsumexp(x)) a whole row alike, exp2 of that once more. Where
+    exp / sum is differentiated step by step, the maximum that was subtracted may get minus the sum of the row's
+    gradients: nothing but what rounding left of it. A running maximum gets that of every step, and entries that are
+    alike leave the same: u sqrt(n) sum|p dp| more.
     """
     a, n = noise.a, scores.shape[-1]
     scores = noise.rounded(scores)
@@ -308,7 +308,7 @@ def _softmax(
     exponentials = noise.rounded(np.exp(noise.rounded(scores - highest)))
     total = _total(noise, exponentials)
     p = noise.rounded(exponentials / total)
-    p = p * noise.spread(np.ones_like(total), a.v * np.abs(highest + np.log(total)))
+    p = p * noise.spread(np.ones_like(total), 2 * a.v * np.abs(highest + np.log(total)))
 
     def pullback(dp: np.ndarray, sum_error: np.ndarray | float = 0.0) -> np.ndarray:
         weighted = p * dp

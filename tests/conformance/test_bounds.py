@@ -504,7 +504,7 @@ def test_the_softmax_bound_is_the_extreme_of_moving_every_score_by_its_drift(sca
         for sign in (1, -1):
             mine = log_p[i] + sign * drift[i]
             shares.append(np.exp(mine - np.logaddexp(mine, np.logaddexp.reduce(log_p[others] - sign * drift[others]))))
-        arithmetic = ((7 + 1) * u + 2 * u) * p * (1 + min(drift[i], 10)) + p * u * abs(np.logaddexp.reduce(scores))
+        arithmetic = ((7 + 1) * u + 2 * u) * p * (1 + min(drift[i], 10)) + 2 * p * u * abs(np.logaddexp.reduce(scores))
         expected.append(max(shares[0] - p, p - shares[1]) + arithmetic + PRECISIONS["float32"].eta)
     _, error = bounded("softmax", (scores, 0), "float32")
     np.testing.assert_allclose(error, expected, rtol=1e-6)
