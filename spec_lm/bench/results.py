@@ -27,8 +27,8 @@ class Cell:
         seconds: the median of the sessions' medians; None where there is no figure.
         quartiles: of a session's rounds, the medians of the sessions.
         speedup: how many times faster than the variant compared with, in the same session: median, lowest, highest.
-        share: operations and bytes a second, as shares of the machine's ceilings; no share of memory where a call may
-            find its inputs in a cache.
+        share: operations and bytes a second, as shares of the ceilings in the same session, their median; no share of
+            memory where a call may find its inputs in a cache.
         in_cache: whether it may.
         compile_seconds: of its first call.
         memory: bytes at the peak.
@@ -81,10 +81,14 @@ class Results:
         self.machine: dict[str, Any] = data["machine_info"]["spec_lm"]
         self.own: dict[str, Any] = data["spec_lm"]
         self.ceilings: dict[tuple[str, str], float] = {}  # the best of all that were measured
+        self._beside: dict[tuple[str, str], dict[int, float]] = {}
         for bench in data["benchmarks"]:
             if "ceiling" in (info := bench["extra_info"]):
                 key, rate = (info["ceiling"], info["dtype"]), info["work"] / bench["stats"]["min"]
                 self.ceilings[key] = max(rate, self.ceilings.get(key, 0.0))
+                if "beside" in info:
+                    rates = self._beside.setdefault((str(Case.of(info["beside"])), info["ceiling"]), {})
+                    rates[info["session"]] = info["work"] / bench["stats"]["median"]
         self._sessions: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
         for bench in data["benchmarks"]:
             if "case" in (info := bench["extra_info"]):
@@ -106,19 +110,29 @@ class Results:
         stats = [bench["stats"] for bench in sessions.values()]
         info = next(iter(sessions.values()))["extra_info"]
         seconds = median(each["median"] for each in stats)
-        copies = [rate for (kind, _), rate in self.ceilings.items() if kind == "copy" and not info["in_cache"]]
-        product = self.ceilings.get(("product", case.dtype))
+        product = self._share(case, name, "product", "operations")
+        copy = None if info["in_cache"] else self._share(case, name, "copy", "bytes")
         return Cell(
             case,
             name,
             seconds,
             (median(each["q1"] for each in stats), median(each["q3"] for each in stats)),
             self._speedup(case, name),
-            (_share(info["operations"], seconds, product), _share(info["bytes"], seconds, max(copies, default=None))),
+            (product, copy),
             info["in_cache"],
             info["compile_seconds"],
             self._peaks.get((str(case), name)),
         )
+
+    def _share(self, case: Case, name: str, kind: str, work: str) -> float | None:
+        """What is done a second, as a share of the ceiling's in the same session: the median of the sessions."""
+        sessions, ceilings = self._sessions[str(case), name], self._beside.get((str(case), kind), {})
+        shares = [
+            bench["extra_info"][work] / bench["stats"]["median"] / ceilings[session]
+            for session, bench in sessions.items()
+            if session in ceilings and bench["extra_info"][work]
+        ]
+        return median(shares) if shares else None
 
     def _speedup(self, case: Case, name: str) -> tuple[float, float, float] | None:
         measured = [each for each in dict(self.work)[case] if (str(case), each) in self._sessions]
@@ -151,10 +165,6 @@ def slope(points: Iterable[tuple[float, float]]) -> float:
     logs = [(math.log(x), math.log(y)) for x, y in points]
     x_mean, y_mean = (sum(axis) / len(logs) for axis in zip(*logs, strict=True))
     return sum((x - x_mean) * (y - y_mean) for x, y in logs) / sum((x - x_mean) ** 2 for x, _ in logs)
-
-
-def _share(work: float, seconds: float, ceiling: float | None) -> float | None:
-    return work / seconds / ceiling if ceiling and work else None
 
 
 # ------------------------------------------------------------------------------------------------------------- baseline

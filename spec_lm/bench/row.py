@@ -182,6 +182,11 @@ def ceilings(dtypes: Iterable[str], device: Cpu | Cuda) -> Iterator[Ceiling]:
     yield from (Ceiling("copy", size) for size in device.copies)
 
 
+def beside(dtype: str, device: Cpu | Cuda) -> tuple[Ceiling, Ceiling]:
+    """What is measured in every session, beside the variants: a product and a copy, the largest of each."""
+    return Ceiling("product", device.products[-1], dtype), Ceiling("copy", device.copies[-1])
+
+
 def _calibrated_row(call: Callable[[], Any], device: Cpu | Cuda, budget: float) -> Row:
     seconds = _calibrated(call, device)
     return Row(call, _rounds(seconds, 1, budget), 1, seconds)

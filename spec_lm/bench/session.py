@@ -71,6 +71,7 @@ class Bench:
     errors: dict[str, dict[str, str]] = field(default_factory=dict)
     _case: Case | None = None
     _rows: dict[str, Row] = field(default_factory=dict)
+    _ceilings: dict[Ceiling, Row] = field(default_factory=dict)
 
     def row(self, case: Case, name: str) -> Row:
         """The row of a variant in a case; the first time it is built."""
@@ -82,19 +83,24 @@ class Bench:
             self._rows[name] = rows.ready(case, self.variants[name], self.device, self.plan.seconds)
         return self._rows[name]
 
+    def ceiling(self, ceiling: Ceiling) -> Row:
+        """The row of a ceiling; the first time it is calibrated."""
+        if ceiling not in self._ceilings:
+            self._ceilings[ceiling] = ceiling.row(self.device, self.plan.seconds)
+        return self._ceilings[ceiling]
+
     def timed(self) -> Iterator["Timed | TimedCeiling"]:
-        """Everything that is timed, in order; the ceilings first and once more in the end, of which the best counts."""
-        yield from self._ceilings(0)
+        """Everything that is timed, in order; the ceilings first, in every session, and once more in the end."""
+        dtypes = dict.fromkeys(case.dtype for case, _ in self.plan.work)
+        everything = [TimedCeiling(self, each) for each in rows.ceilings(dtypes, self.device)]
+        yield from everything
         for case, names in self.plan.work:
             for session in range(self.plan.sessions):
+                yield from (TimedCeiling(self, each, case, session) for each in rows.beside(case.dtype, self.device))
                 first = session % len(names)
                 for name in (*names[first:], *names[:first]):
                     yield Timed(self, case, name, session)
-        yield from self._ceilings(1)
-
-    def _ceilings(self, session: int) -> Iterator["TimedCeiling"]:
-        dtypes = dict.fromkeys(case.dtype for case, _ in self.plan.work)
-        return (TimedCeiling(self, each, session) for each in rows.ceilings(dtypes, self.device))
+        yield from everything
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,22 +139,25 @@ class Timed:
 
 @dataclass(frozen=True, repr=False)
 class TimedCeiling:
-    """A limit of the machine."""
+    """A limit of the machine, by itself or beside the variants of a case in a session."""
 
     bench: Bench
     ceiling: Ceiling
-    session: int
+    beside: Case | None = None
+    session: int = 0
 
     def __repr__(self) -> str:
-        return f"{CEILING}: {self.ceiling.kind} {self.ceiling.size}, {self.ceiling.dtype}; session {self.session}"
+        where = f"{self.beside}; session {self.session}; " if self.beside else ""
+        return f"{where}{CEILING}: {self.ceiling.kind} {self.ceiling.size}, {self.ceiling.dtype}"
 
     def prepared(self) -> Row:
         """Its row."""
-        return self.ceiling.row(self.bench.device, 3 * self.bench.plan.seconds)
+        return self.bench.ceiling(self.ceiling)
 
     def told(self, row: Row) -> dict[str, Any]:
-        """What one call does."""
-        return {CEILING: self.ceiling.kind, "dtype": self.ceiling.dtype, "work": self.ceiling.work}
+        """What one call does, and beside what."""
+        about = {CEILING: self.ceiling.kind, "dtype": self.ceiling.dtype, "work": self.ceiling.work}
+        return about | ({"beside": self.beside.told(), "session": self.session} if self.beside else {})
 
 
 class Plugin:
