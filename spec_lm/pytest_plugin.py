@@ -217,8 +217,45 @@ def _subject(config: pytest.Config) -> _Subject:
     return config.stash[_STATE]
 
 
+# ----------------------------------------------------------------------------------------------------------- diagnosis
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of pytest-xdist tells the first one what its clauses came to."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None and testing.SEEN:
+        from spec_lm.conformance.report import outcome_text
+
+        seen = testing.SEEN.items()
+        output["spec_lm"] = {name: list(map(outcome_text, outcomes.values())) for name, outcomes in seen}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take what a process of pytest-xdist tells."""
+    for name, texts in getattr(node, "workeroutput", {}).get("spec_lm", {}).items():
+        from spec_lm.conformance.report import outcome_of_text
+
+        testing.SEEN.setdefault(name, {}).update((each.clause, each) for each in map(outcome_of_text, texts))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What may be wrong with each operator that has failures, as `spec-lm check` tells it."""
+    for name, seen in testing.SEEN.items():
+        if not any(outcome.outcome == "fails" for outcome in seen.values()):
+            continue
+        from spec_lm.conformance.diagnosis import diagnose
+        from spec_lm.conformance.report import printable
+
+        if causes := diagnose(seen.values()):
+            terminalreporter.section(f"what may be wrong with {printable(name)}", "-")
+            for cause in causes:
+                terminalreporter.write_line(f"{cause.operator}: {printable(cause.text)}")
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Leave sys.path and the loaded modules as they were."""
     if _STATE in config.stash:
         config.stash[_STATE].close.close()
     testing.OPEN.close()
+    testing.SEEN.clear()

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # Implementations that were loaded for checks; pytest's end closes them, which puts sys.path and the modules back.
 OPEN = contextlib.ExitStack()
+# What the clauses that were asked for came to, by implementation and id: pytest's end tells from it what may be wrong.
+SEEN: "dict[str, dict[str, Outcome]]" = {}
 
 
 class ClauseFailed(Exception):
@@ -190,7 +192,9 @@ class Checks:
 
         with preserved(self.settings.seed):
             run = self._run_of(clause.operator)
-            return self._first[clause.id] if clause.id in self._first else run.outcome(clause)
+            outcome = self._first[clause.id] if clause.id in self._first else run.outcome(clause)
+        SEEN.setdefault(self.subject.name, {})[clause.id] = outcome
+        return outcome
 
     def _run_of(self, operator: str) -> "OperatorRun":
         from spec_lm.conformance.runner import OperatorRun, decides, in_order

@@ -52,7 +52,7 @@ class Cell:
         product, copy = (part or 0.0 for part in self.share)
         if self.seconds is None:
             return ""
-        if max(product, copy) < 0.1:
+        if max(product, copy) < 0.2:
             return "cache or overhead" if self.in_cache else "overhead"
         return "products" if product > copy else "memory"
 

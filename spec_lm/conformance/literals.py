@@ -59,7 +59,7 @@ def _compact(tensor: Tensor, drawn: "Drawn | None") -> Iterator[str]:
         yield f"torch.zeros({shape}{_dtype(tensor, torch.float32)})"
     elif _same(flat, flat[:1].expand_as(flat)):
         yield from _constant(flat[0], shape, tensor)
-    if tensor.dtype == torch.int64 and tensor.ndim and torch.equal(flat - flat[:1], torch.arange(len(flat))):
+    if tensor.ndim and tensor.dtype in (torch.int64, torch.float32, torch.float64) and _same(flat, _counted(flat)):
         yield _rising(tensor, flat)
     if tensor.ndim == 2 and 1 < len(tensor) == tensor.shape[1] and _same(tensor, torch.eye(len(tensor)).to(tensor)):
         yield f"torch.eye({len(tensor)}{_dtype(tensor, torch.float32)})"
@@ -101,9 +101,16 @@ def _constant(value: Tensor, shape: str, tensor: Tensor) -> Iterator[str]:
     yield f"torch.full(({shape}{',' if tensor.ndim == 1 else ''}), {_numbers(value)}{_dtype(tensor)})"
 
 
+def _counted(flat: Tensor) -> Tensor:
+    """Whole numbers, one after the other, from the first entry on; nothing where that is none."""
+    if flat.is_floating_point() and len(flat) and not (float(flat[0]).is_integer() and abs(float(flat[0])) < 2**23):
+        return flat[:0]
+    return flat[:1] + torch.arange(len(flat), dtype=flat.dtype)
+
+
 def _rising(tensor: Tensor, flat: Tensor) -> str:
     first = f"{int(flat[0])}, " if len(flat) and flat[0] else ""
-    text = f"torch.arange({first}{int(flat[0]) + len(flat) if len(flat) else 0})"
+    text = f"torch.arange({first}{int(flat[0]) + len(flat) if len(flat) else 0}{_dtype(tensor, torch.int64)})"
     return text if tensor.ndim == 1 else f"{text}.reshape({', '.join(map(str, tensor.shape))})"
 
 

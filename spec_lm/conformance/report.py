@@ -202,6 +202,16 @@ def outcome_from(line: Mapping[str, Any]) -> Outcome:
     return Outcome(**{**known, "worst": float(known.get("worst", 0.0))})
 
 
+def outcome_text(outcome: Outcome) -> str:
+    """An outcome as JSON, for another process."""
+    return json.dumps(_plain(outcome_line(outcome)), allow_nan=False)
+
+
+def outcome_of_text(text: str) -> Outcome:
+    """The outcome that `outcome_text` wrote."""
+    return outcome_from(json.loads(text))
+
+
 def write_lines(file: TextIO, lines: Iterable[Mapping[str, Any]]) -> None:
     """Append lines to a report's file, each whole."""
     for line in lines:

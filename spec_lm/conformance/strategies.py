@@ -350,6 +350,7 @@ REGIMES: dict[str, Callable[[Tensor, str], Tensor]] = {
     "huge": lambda values, dtype: _led(values.double() * _FULL, 1.5) / 8 * _LARGEST[dtype],
     "vast": lambda values, dtype: _led(values.double() * _FULL, 1.5) * (2.0**10 if dtype == "float16" else 2.0**58),
     "negative tail": lambda values, dtype: -4 - values.double().abs() * _FULL * (4.0 if dtype == "float16" else 38.0),
+    "numbered": lambda values, dtype: torch.arange(len(values), dtype=torch.float64),
     "grid": _grid,
     "quarters": lambda values, dtype: (values % 17 - 8).double() / 4,
 }

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(
     reason="pytest finds the plugin once spec_lm is installed: pip install -e .",
 )
 SOFTMAX = "entries_are_probabilities or one_element_axis_gives_one"
+OVERFLOW = "softmax: how large numbers are kept finite"
 NAIVE = "def run_softmax(in_features, dim):\n    e = in_features.exp()\n    return e / e.sum(dim, keepdim=True)\n"
 
 
@@ -55,6 +56,12 @@ def test_a_failure_is_what_the_command_prints_and_no_traceback(run, pytester):
     result.stdout.fnmatch_lines(["FAILS  softmax.large_inputs_stay_finite *MUST", "  x = [[]*[]]  (1,) float32"])
     result.stdout.no_fnmatch_line("*Traceback*")
     result.stdout.no_fnmatch_line("*runner.py*")
+
+
+def test_what_may_be_wrong_is_told_in_the_end(run, pytester):
+    pytester.makepyfile(adapters=NAIVE)
+    run("--spec-lm-impl", "adapters.py").stdout.fnmatch_lines(["*what may be wrong with adapters.py*", f"{OVERFLOW}*"])
+    assert "what may be wrong" not in run("-k", SOFTMAX).stdout.str(), "nothing is left of the run before"
 
 
 def test_what_is_absent_or_not_judged_is_skipped_with_the_reason(run, pytester):
@@ -160,6 +167,15 @@ def test_xdist_runs_the_items(pytester):
     ran = subprocess.run([*command, *chosen], capture_output=True, text=True, cwd=pytester.path)
     assert "2 passed" in ran.stdout, ran.stdout + ran.stderr
     assert not [path for path in pytester.path.iterdir() if path.name == ".hypothesis"]
+
+
+def test_the_processes_of_xdist_tell_what_may_be_wrong(pytester):
+    pytest.importorskip("xdist")
+    pytester.makepyfile(adapters=NAIVE)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-n", "2"]
+    chosen = ["--pyargs", "spec_lm.properties.softmax", "--spec-lm-examples", "3", "--spec-lm-impl", "adapters.py"]
+    ran = subprocess.run([*command, *chosen], capture_output=True, text=True, cwd=pytester.path)
+    assert OVERFLOW in ran.stdout, ran.stdout + ran.stderr
 
 
 def test_a_selection_by_an_operators_name_deselects_the_others(tmp_path):
