@@ -1,6 +1,7 @@
 """`spec-lm bench` from end to end, on the smallest of everything."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,10 @@ def test_a_run_shows_figures_of_what_holds_and_the_clause_that_does_not(command,
     orders = [b["extra_info"]["variant"] for b in data["benchmarks"] if "case" in b["extra_info"]][:8]
     assert orders[:4] == ["reference", "fused", "./right.py", "./raises.py"]
     assert orders[4:] == [*orders[1:4], orders[0]], "the second session begins with the second variant"
+    beside = [info for b in data["benchmarks"] if "beside" in (info := b["extra_info"])]
+    seen = {(str(Case.of(each["beside"])), each["session"], each["ceiling"]) for each in beside}
+    cases = [str(Case.of(case)) for case, _ in data["spec_lm"]["work"]]
+    assert seen == set(product(cases, (0, 1), ("product", "copy"))), "every session has ceilings of its own"
     assert {"torch", "threads", "device"} <= set(data["machine_info"]["spec_lm"])
 
     baseline = str(tmp_path / "found" / "benchmarks.json")
