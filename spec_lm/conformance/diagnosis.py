@@ -249,8 +249,8 @@ def _guess(family: str, word: str, own: Mapping[Known, float]) -> Guess:
 def diagnose(outcomes: Iterable[Outcome]) -> tuple[Cause, ...]:
     """What may be wrong with each operator that has failures, low operators first.
 
-    An undeclared convention that a clause named comes before any fault; a fault of an operator inside, which would show
-    in this one too, before faults of its own.
+    An undeclared convention that a clause named comes before any fault, and alone where most clauses that fail name
+    one; a fault of an operator inside, which would show in this one too, comes before faults of its own.
     """
     judged: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
@@ -293,16 +293,18 @@ def _causes(operator: str, outcomes: list[Outcome], found: Mapping[str, list[Gue
     conventions = [outcome.message for outcome in outcomes if _CONVENTION.fullmatch(outcome.message)]
     if conventions:
         yield Cause(operator, conventions[0])
-        return
+        if 2 * len(conventions) >= sum(outcome.outcome == "fails" for outcome in outcomes):
+            return
     for lower in inside(operator):
         best = next(iter(found.get(lower, ())), None)
         if best is not None and best.fault is not None and operator in best.fault.shows_in:
             yield Cause(operator, f"it fails as a fault of {lower} would make it: mend {lower} first", below=lower)
             return
-    yield from (_cause(operator, guess, number) for number, guess in enumerate(found[operator]))
+    leads = ("besides, ",) if conventions else ("", "or ")
+    yield from (_cause(operator, guess, lead) for guess, lead in zip(found[operator], leads, strict=False))
 
 
-def _cause(operator: str, guess: Guess, number: int) -> Cause:
+def _cause(operator: str, guess: Guess, lead: str) -> Cause:
     """A guess in words: what the fault does, where all fails as it does and as no other of the family; else what there
     is to mend, and what the faults do that are most alike."""
     fault, named = guess.fault, guess.faults[:_MOST_NAMED]
@@ -313,7 +315,7 @@ def _cause(operator: str, guess: Guess, number: int) -> Cause:
         what += f"; most like {'a known fault' if len(named) == 1 else 'known faults'}: "
         what += ", or: ".join(each.does for each in named)
     how = guess.word + (f", as in {fault.report}" if fault is not None and fault.report and len(named) == 1 else "")
-    return Cause(operator, f"{'or ' if number else ''}{what} ({how})", fault.id if fault else "", guess.family)
+    return Cause(operator, f"{lead}{what} ({how})", fault.id if fault else "", guess.family)
 
 
 # ------------------------------------------------------------------------------------------------------- how good it is

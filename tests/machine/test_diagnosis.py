@@ -150,6 +150,17 @@ def test_an_undeclared_convention_comes_before_faults():
     assert (cause.operator, cause.text, cause.fault) == ("rope", message, "")
 
 
+def test_beside_a_convention_that_few_clauses_name_a_fault_is_told(monkeypatch):
+    """A wrong softmax may give NaN to a query that sees no key as well: declaring that would mend one clause of six."""
+    names = ["shift_invariance", "any_dim", "any_length", "long_rows", "has_no_memory", "agrees_with_the_oracle"]
+    monkeypatch.setattr(diagnosis, "catalogue", lambda: (known("softmax", "own", names, "overflow"),))
+    message = "this is NaN; if intended, declare spec_lm_conventions = {}"
+    found = [outcome(f"softmax.{name}", message=message if name == names[0] else "") for name in names]
+    convention, fault = diagnose(found)
+    assert convention.text == message
+    assert (fault.family, fault.text.partition(",")[0]) == ("overflow", "besides")
+
+
 def test_a_fault_of_what_is_inside_comes_first(monkeypatch):
     """rope's fault would show in multi-head attention with RoPE, and not in the language model."""
     above = "multihead_self_attention_with_rope"
