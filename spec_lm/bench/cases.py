@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -122,6 +123,13 @@ def _stream(case: Case, normal: Normal) -> Tensor:
     return normal(case.sizes.batch, case.sizes.sequence, case.sizes.d_model)
 
 
+@lru_cache(maxsize=1)
+def _table(rows: int, columns: int, dtype: str, device: str) -> Tensor:
+    """The same for every seed: a model has one table, whatever is looked up in it, and some hold 200 MB."""
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    return values.to(device, getattr(torch, dtype))
+
+
 def _projections(case: Case, weight: Weight) -> list[Tensor]:
     return [weight(case.sizes.d_model, case.sizes.d_model) for _ in range(4)]
 
@@ -157,7 +165,7 @@ _ARGUMENTS: dict[str, Callable[[Case, Normal, Weight, Ids], tuple[Any, ...]]] = 
     "softmax": lambda c, normal, weight, ids: (_stream(c, normal), -1),
     "silu": lambda c, normal, weight, ids: (_stream(c, normal),),
     "linear": lambda c, normal, weight, ids: (_stream(c, normal), weight(c.sizes.d_model, c.sizes.d_model)),
-    "embedding": lambda c, normal, weight, ids: (ids(), normal(c.sizes.vocab, c.sizes.d_model)),
+    "embedding": lambda c, normal, weight, ids: (ids(), _table(c.sizes.vocab, c.sizes.d_model, c.dtype, c.device)),
     "rmsnorm": lambda c, normal, weight, ids: (_stream(c, normal), normal(c.sizes.d_model), 1e-5),
     "swiglu": lambda c, normal, weight, ids: (_stream(c, normal), *_network(c, weight)),
     "rope": lambda c, normal, weight, ids: (

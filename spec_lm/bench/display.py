@@ -27,7 +27,10 @@ def ceilings(results: Results) -> str:
     """What the machine can do, as it was measured."""
     found = []
     for (kind, dtype), rate in results.ceilings.items():
-        found.append(f"products in {dtype} {_si(rate)}FLOP/s" if kind == "product" else f"copies {_si(rate)}B/s")
+        what, unit = (f"products in {dtype}", "FLOP/s") if kind == "product" else ("copies", "B/s")
+        sessions = results.ceilings_of_sessions(kind, dtype)
+        within = f" (in a session {_si(min(sessions))} .. {_si(max(sessions))}{unit})" if sessions else ""
+        found.append(f"{what} {_si(rate)}{unit}{within}")
     return "ceilings: " + ", ".join(found)
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from spec_lm.bench.cases import Case
@@ -25,7 +25,7 @@ class Cell:
 
     Args:
         seconds: the median of the sessions' medians; None where there is no figure.
-        quartiles: of a session's rounds, the medians of the sessions.
+        quartiles: of the sessions' medians.
         speedup: how many times faster than the variant compared with, in the same session: median, lowest, highest.
         share: operations and bytes a second, as shares of the ceilings in the same session, their median; no share of
             memory where a call may find its inputs in a cache.
@@ -48,12 +48,12 @@ class Cell:
 
     @property
     def limit(self) -> str:
-        """Which ceiling is nearer; where all that are known are far away, what else it may be."""
+        """Which ceiling is nearer; neither, where both are far away."""
         product, copy = (part or 0.0 for part in self.share)
         if self.seconds is None:
             return ""
         if max(product, copy) < 0.2:
-            return "cache or overhead" if self.in_cache else "overhead"
+            return "neither"
         return "products" if product > copy else "memory"
 
 
@@ -97,6 +97,11 @@ class Results:
         self._peaks = {(str(Case.of(each["case"])), each["variant"]): each["bytes"] for each in self.own["memory"]}
         self.work = [(Case.of(case), tuple(names)) for case, names in self.own["work"]]
 
+    def ceilings_of_sessions(self, kind: str, dtype: str) -> list[float]:
+        """What a ceiling came to in each session; where they differ much, the machine was busy with something else."""
+        cases = [case for case, _ in self.work if kind == "copy" or case.dtype == dtype]
+        return [rate for case in cases for rate in self._beside.get((str(case), kind), {}).values()]
+
     def cells(self) -> dict[Case, list[Cell]]:
         """Those of each case, in the order of the run; where the clauses do not hold there is no figure."""
         return {case: [self._cell(case, name) for name in names] for case, names in self.work}
@@ -109,14 +114,14 @@ class Results:
             return Cell(case, name, note=verdict or error or "not measured")
         stats = [bench["stats"] for bench in sessions.values()]
         info = next(iter(sessions.values()))["extra_info"]
-        seconds = median(each["median"] for each in stats)
+        times = [each["median"] for each in stats]
         product = self._share(case, name, "product", "operations")
         copy = None if info["in_cache"] else self._share(case, name, "copy", "bytes")
         return Cell(
             case,
             name,
-            seconds,
-            (median(each["q1"] for each in stats), median(each["q3"] for each in stats)),
+            median(times),
+            _quartiles(times),
             self._speedup(case, name),
             (product, copy),
             info["in_cache"],
@@ -158,6 +163,11 @@ class Results:
                 memory = slope(peaks) if len(peaks) == len(cells) else None
                 found.append(Growth(curve, scan, name, slope(times), memory))
         return found
+
+
+def _quartiles(values: list[float]) -> tuple[float, float]:
+    low, _, high = quantiles(values, method="inclusive") if len(values) > 1 else 3 * values
+    return low, high
 
 
 def slope(points: Iterable[tuple[float, float]]) -> float:

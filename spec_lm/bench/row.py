@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spec_lm.bench.cases import Case, arguments, tensors_of, traffic
+from spec_lm.bench.cases import Case, arguments, traffic
 from spec_lm.bench.devices import Cpu, Cuda
 from spec_lm.bench.variants import Variant
 
@@ -92,8 +92,7 @@ def _others(case: Case, variant: Variant, device: Cpu | Cuda, took: float) -> li
     """Calls on other inputs, as many as fill the cache if it takes no more than a few."""
     if took > _LONG or case.operator == "transformer_lm" or case.compiled:
         return []  # a model has weights enough; with others it would be compiled again
-    of_one = max(traffic(case), sum(each.nbytes for each in tensors_of(arguments(case, 0))))
-    sets = min(MOST_SETS, -(-device.cache // of_one))
+    sets = min(MOST_SETS, -(-device.cache // traffic(case)))
     return [single_call(case, variant, seed) for seed in range(1, sets)]
 
 

@@ -6,7 +6,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +96,6 @@ def run(asked: Asked, tell: Callable[[str], None] = lambda text: None) -> dict[s
     Raises:
         UserError: something asked for is not there, or the child process failed.
     """
-    if not find_spec("pytest_benchmark"):
-        raise UserError("pytest-benchmark is not installed; install spec-lm[bench]")
     workers.start("spec_lm.bench.preload")
     cases, chosen = asked.cases(), asked.variants()
     tell(f"checks the clauses of {len(chosen)} variants")

@@ -2,6 +2,7 @@
 
 import json
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,11 +64,12 @@ def bench(
 
     Exit code: 0 measured, 1 slower than the baseline allows, 2 it could not be measured.
     """
-    from spec_lm.bench.results import Results, changes, read
-    from spec_lm.bench.run import Asked, run
-    from spec_lm.conformance.implementation import grouped
-
     with mendable():
+        _refuse_without_extra()
+        from spec_lm.bench.results import Results, changes, read
+        from spec_lm.bench.run import Asked, run
+        from spec_lm.conformance.implementation import grouped
+
         allowed = _allowed(fail_if_slower, baseline)
         before = Results(read(baseline)) if baseline else None
         folder = _folder(report)
@@ -82,6 +84,12 @@ def bench(
             _write(folder, results, changed)
     if allowed is not None and any(change.slower > 1 + allowed for change in changed):
         raise typer.Exit(1)
+
+
+def _refuse_without_extra() -> None:
+    """Before anything of the bench is imported, which needs them."""
+    if not (find_spec("pytest") and find_spec("pytest_benchmark")):
+        raise UserError("pytest-benchmark is not installed, which times; install spec-lm[bench]")
 
 
 def _allowed(percent: str | None, baseline: Path | None) -> float | None:
@@ -99,8 +107,6 @@ def _allowed(percent: str | None, baseline: Path | None) -> float | None:
 def _folder(report: Path | None) -> Path | None:
     """The folder to write to, made before anything runs, so that a wrong path is told at once."""
     if report is not None:
-        from importlib.util import find_spec
-
         if not find_spec("matplotlib"):
             raise UserError("matplotlib is not installed, which draws the plots of a report; install spec-lm[bench]")
         try:

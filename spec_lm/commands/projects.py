@@ -1,7 +1,9 @@
 """`spec-lm waive` and `init`: what a project keeps beside its implementation."""
 
 import json
+import os
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,7 +49,8 @@ def waive(
 ) -> None:
     """Write or refresh the list of waivers: what fails now, each with its counterexample and a reason.
 
-    Reasons that are there are kept; waivers of clauses that hold again are left out.
+    Reasons that are there are kept; waivers of clauses that hold again are left out. With --write, a file that names no
+    implementation gets the one they are about: they do not count for another.
     """
     from spec_lm.conformance import workers
 
@@ -63,13 +66,14 @@ def waive(
         asked: dict[str, Any] = {"operators": operator, "clauses": clause, "seed": seed}
         asked |= declared.asked(named, level, examples)
         file = config or declared.path
+        of = () if declared.implementation else tuple(named)
         if write:  # what stands in its way is told before the check
-            _text_with({"any clause": Waiver("any reason")}, file)
+            _text_with({"any clause": Waiver("any reason")}, file, of)
         what: Any = tuple(named) if is_pair(named[0]) else named[0]
         report = workers.check_in_workers(what, jobs=workers.default_jobs(), **asked)
         found = _Refreshed.of(report, dict(declared.waivers), reason)
         if write:
-            _write(found.waivers, file)
+            _write(found.waivers, file, of)
         else:
             print(_document(found.waivers).as_string(), end="")
         say(found.text())
@@ -159,15 +163,15 @@ def _literal(text: str) -> Any:
     return tomlkit.string(text.replace("'", "\\u0027"), literal=True)
 
 
-def _write(waivers: dict[str, "Waiver"], path: Path | None) -> None:
+def _write(waivers: dict[str, "Waiver"], path: Path | None, of: Sequence[str]) -> None:
     """Put the list in the place of the one that is there, and leave everything else as it stands."""
-    path, text = _text_with(waivers, path)
+    path, text = _text_with(waivers, path, of)
     with written(path) as file:
         file.write(text)
 
 
-def _text_with(waivers: dict[str, "Waiver"], path: Path | None) -> tuple[Path, str]:
-    """The file, and its text with the list in the place of the one that is there.
+def _text_with(waivers: dict[str, "Waiver"], path: Path | None, of: Sequence[str]) -> tuple[Path, str]:
+    """The file, and its text with the list in the place of the one that is there, and the implementation it is of.
 
     Raises:
         UserError: there is no file, or the list cannot be put into it.
@@ -183,6 +187,8 @@ def _text_with(waivers: dict[str, "Waiver"], path: Path | None) -> tuple[Path, s
         _make_table(holder, name)
         holder = holder[name]
     holder.pop("waivers", None)
+    if waivers and of:
+        holder["implementation"] = _seen_from(path.parent, of)
     if waivers:
         holder["waivers"] = _table(waivers)
         holder["waivers"][list(waivers)[-1]].add(tomlkit.nl())
@@ -192,13 +198,23 @@ def _text_with(waivers: dict[str, "Waiver"], path: Path | None) -> tuple[Path, s
     return path, text
 
 
+def _seen_from(folder: Path, named: Sequence[str]) -> str | list[str]:
+    """An implementation as a file in this folder names it: a path from there on."""
+    from spec_lm.conformance.implementation import is_pair, looks_like_a_path
+
+    if is_pair(named[0]):
+        return list(named)
+    spec = named[0]
+    return Path(os.path.relpath(spec, folder)).as_posix() if looks_like_a_path(spec) or Path(spec).exists() else spec
+
+
 def _make_table(holder: Any, name: str) -> None:
     """A table of its own under this name, with what an inline one held, which cannot hold the tables of waivers."""
     import tomlkit
     from tomlkit.items import InlineTable
 
     if name not in holder:
-        holder[name] = tomlkit.table(is_super_table=True)
+        holder[name] = tomlkit.table(is_super_table=name == "tool")
     elif isinstance(holder[name], InlineTable):
         held = holder.pop(name)
         holder[name] = tomlkit.table()

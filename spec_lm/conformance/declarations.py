@@ -23,7 +23,9 @@ def wrong_conventions(given: Any) -> str:
     for name, choice in given.items():
         if choice not in CONVENTIONS.get(name, ()):
             shown = choice if isinstance(choice, str) else reprlib.repr(choice)
-            return f"no convention is {name}={shown}; there are {known}"
+            word, words = (choice, CONVENTIONS[name]) if name in CONVENTIONS else (name, CONVENTIONS)
+            near = nearest(str(word), list(words))
+            return f"no convention is {name}={shown}{near}; there are {known}"
     return ""
 
 

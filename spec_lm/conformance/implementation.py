@@ -138,7 +138,13 @@ def through_adapter(operator: Operator, run: Callable[..., Any]) -> Callable[...
 
     def plain(*arguments: Any) -> Any:
         positional, named = operator.adapter(*arguments)
-        return run(*positional, **named)
+        try:
+            return run(*positional, **named)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise
+            given = ", ".join([*("_" for _ in positional), *(f"{name}=_" for name in named)])
+            raise TypeError(f"{error}; it is called as {operator.run_name}({given})") from None
 
     plain.__name__ = operator.run_name
     return plain
@@ -233,10 +239,14 @@ def _mend(error: BaseException, what: str) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
         top = error.name.split(".")[0]
         if what.split(":")[0].split(".")[0] == top:
+            module, _, attribute = what.rpartition(".")
+            if importlib.util.find_spec(top) and ":" not in what:
+                return f"write {module}:{attribute} for {attribute} in the module {module}"
             return f"is {top} installed in {sys.prefix}, or a path to a file meant (path/to/adapters.py)?"
         return f"install {top} into {sys.prefix}, or run spec-lm in the project's own environment"
     if isinstance(error, SyntaxError):
-        return f"does it need another Python than {sys.version_info.major}.{sys.version_info.minor}?"
+        line = f"the line is `{error.text.strip()}`; " if error.text else ""
+        return f"{line}this is Python {sys.version_info.major}.{sys.version_info.minor}"
     return f"try `python -c 'import runpy; runpy.run_path({what!r})'` for the whole traceback"
 
 

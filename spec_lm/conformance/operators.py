@@ -599,9 +599,10 @@ def _kind_of(result: Any) -> str:
 
 
 def _where(exception: BaseException) -> str:
-    """The innermost line of the exception's own traceback, without the folder."""
+    """The innermost line of the exception's own traceback, without the folder; none where that is the machine's."""
     frames = list(traceback.walk_tb(exception.__traceback__))
     if len(frames) < 2:
         return ""
     last, line = frames[-1]
-    return f" ({last.f_code.co_filename.rsplit('/', 1)[-1]}:{line})"
+    folder, _, name = last.f_code.co_filename.rpartition("/")
+    return "" if folder == os.path.dirname(__file__) else f" ({name}:{line})"

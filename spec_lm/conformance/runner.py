@@ -373,7 +373,7 @@ def why_absent(domain: Domain, checked: Checked) -> str:
             return f"{name} raises NotImplementedError"
     except Violation as violation:
         if "returned None" in str(violation):
-            return f"{name} returns None"
+            return f"{name} returns None: it is not written yet, or forgets to return its result"
     return ""
 
 

@@ -760,7 +760,10 @@ def masks(kinds: Iterable[str] = ("all", "causal", "random", "random"), axes: st
         supported = domain.supports.get("mask", kinds)
         left = [kind for kind in kinds if f"mask {kind}" not in domain.without and kind in supported]
         if not left:
-            raise NotJudged(f"no mask this clause needs is left to draw (it needs one of {', '.join(kinds)})")
+            needed = ["a call without a mask" if kind == "none" else f"a mask of the kind {kind}" for kind in kinds]
+            lacking = any(f"mask {kind}" in domain.without for kind in kinds)
+            why = "already fails" if lacking else "lies outside the declared support"
+            raise NotJudged(f"it needs {' or '.join(dict.fromkeys(needed))}, which {why}")
 
         def recipe(size: Size, kind: str, seed: int, whole: bool) -> MaskRecipe:
             return MaskRecipe(kind, size.axes(f"*batch {axes}" if whole else axes), _stream(name, seed))

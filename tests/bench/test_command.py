@@ -118,3 +118,10 @@ def test_gradients_must_hold_where_training_is_measured():
     forward, training = run.clauses_of("softmax", False), run.clauses_of("softmax", True)
     assert set(training) - set(forward) == {"softmax.gradients_with_respect_to_inputs"}
     assert "softmax.sums_to_one" in forward
+
+
+def test_without_its_extra_it_says_what_to_install(command, monkeypatch):
+    monkeypatch.setattr("spec_lm.commands.bench.find_spec", lambda name: None)
+    code, out, err = command(*FEW)
+    assert (code, out) == (2, "")
+    assert "install spec-lm[bench]" in err

@@ -115,11 +115,12 @@ def test_what_cannot_be_imported_says_why_and_what_to_try(write):
     write("needs.py", "import not_installed")
     write("raises.py", "1 / 0")
     reasons = {
-        "syntax.py": "SyntaxError.*another Python than",
+        "syntax.py": "SyntaxError.*the line is `def run_softmax.*this is Python 3",
         "needs.py": "No module named 'not_installed'; install not_installed into",
         "raises.py": "ZeroDivisionError: division by zero; try `python -c",
         "not_installed": "is not_installed installed in .*path/to/adapters.py",
         "torch:nothing": "torch has no attribute nothing",
+        "softmax=torch.softmax": "write torch:softmax for softmax in the module torch",
         "softmax=math:pi": "math:pi is a float, expected a function",
     }
     for spec, reason in reasons.items():
@@ -221,3 +222,10 @@ def test_an_import_that_deletes_its_folder_leaves_the_checkers_own(write, tmp_pa
     write("adapters.py", "import os\nos.mkdir('gone')\nos.chdir('gone')\nos.rmdir(os.getcwd())\n" + SOFTMAX)
     assert operators_of("adapters.py") == {"softmax"}
     assert Path.cwd() == tmp_path
+
+
+def test_an_adapter_of_other_parameters_is_told_how_it_is_called(write):
+    """Its own line, not one of the machine's; what it raises itself stays as it is."""
+    write("adapters.py", "def run_linear(weight, x):\n    return x @ weight.T\n")
+    (outcome,) = spec_lm.check("adapters.py", clauses=["linear.keeps_its_signature"]).of("fails")
+    assert outcome.message.endswith("it is called as run_linear(d_in=_, d_out=_, weights=_, in_features=_)")

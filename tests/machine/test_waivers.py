@@ -317,5 +317,6 @@ def test_waive_keeps_waivers_of_what_it_does_not_run_and_says_where_there_is_no_
     assert "there is no pyproject.toml, here or above" in ran.err
     write("own.toml", 'waivers = {"silu.keeps_its_signature" = {reason = "why"}}\n')
     assert spec_lm_command("waive", "adapters.py", *ONLY, "--write", "--config", "own.toml").code == 0
-    assert tomllib.loads(Path("own.toml").read_text()) == {"waivers": {"silu.keeps_its_signature": {"reason": "why"}}}
+    kept = {"silu.keeps_its_signature": {"reason": "why"}}
+    assert tomllib.loads(Path("own.toml").read_text()) == {"implementation": "adapters.py", "waivers": kept}
     assert "waive is about one implementation" in spec_lm_command("waive", "a.py", "b.py").err
