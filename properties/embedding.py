@@ -110,9 +110,10 @@ def negative_ids_are_refused(embedding, ids, weight, negative, at):
     catches="ids by way of a narrow dtype: bfloat16 knows 257 numbers in a row, float16 2049, int16 32768",
     source="practice: vocabularies have 50000 entries and more",
 )
-def every_row_of_a_large_table_is_found(embedding, weight):
-    """In a table of tens of thousands of rows, each holding its own number, every id finds its own."""
-    bit_equal(embedding(torch.arange(len(weight)), weight), weight)
+def rows_of_a_large_table_are_found(embedding, weight):
+    """In a table of tens of thousands of rows, each holding its own number, ids all over it find their own."""
+    some = torch.cat([torch.arange(0, len(weight), 31), torch.arange(len(weight) - 31, len(weight))])
+    bit_equal(embedding(some, weight), weight[some])
 
 
 @clause(

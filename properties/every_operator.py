@@ -258,7 +258,7 @@ def empty_batch_gives_an_empty_result(operator, arguments):
     source="practice: kernels work in blocks, and lengths are not multiples of them",
 )
 def any_length(operator, arguments):
-    """Lengths one below, at and one above a power of two are like any other."""
+    """Lengths one below, at and one above a power of two, and any number of heads, are like any other."""
     with operator.naming(*arguments):
         close(operator(*arguments), operator.exact(*arguments))
 

@@ -24,7 +24,7 @@ from hypothesis.strategies import SearchStrategy
 
 from spec_lm.conformance.operators import OPERATORS, Call, Checked
 from spec_lm.conformance.strategies import CASES, Domain, Draw, NotJudged, Size, Where, build
-from spec_lm.conformance.tolerance import Violation
+from spec_lm.conformance.tolerance import OutOfMemory, Violation
 
 Level = Literal["must", "should"]
 EVERY = tuple(OPERATORS)
@@ -195,6 +195,7 @@ class Search:
         on_first: told the first violation, before a smaller one is looked for.
         ends: when its time is up, by `time.monotonic`.
         cut_short: whether something was left out since its time was up.
+        out_of_memory: that memory ran out before any violation; then nothing is called any more.
     """
 
     clause: Clause
@@ -210,6 +211,7 @@ class Search:
     on_first: Callable[[Violation], None] = lambda violation: None
     ends: float = inf
     cut_short: bool = False
+    out_of_memory: str = ""
     _seen: dict[Any, Violation | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -222,6 +224,8 @@ class Search:
             Violation: of the kind first found; it carries its recipes.
         """
         key = tuple(recipes.items())
+        if self.out_of_memory:
+            return
         if key not in self._seen:
             if time.monotonic() > self.ends:
                 self.cut_short = True
@@ -250,6 +254,8 @@ class Search:
             return violation
         except NotJudged as reason:
             self.passed_over, self.reason = self.passed_over + 1, reason
+        except OutOfMemory as reason:
+            self.out_of_memory = "" if self.kind else str(reason)
         return None
 
     @property
@@ -280,7 +286,7 @@ class Search:
         except Violation as violation:
             violation.recipes = dict(recipes)
             return violation
-        except NotJudged:
+        except (NotJudged, OutOfMemory):
             pass
         return None
 
@@ -306,6 +312,8 @@ class Search:
                 kinds.add(None)
             except Violation as violation:
                 kinds.add(violation.kind)
+            except OutOfMemory:
+                kinds.add("out of memory")
         return kinds != {kind}
 
 

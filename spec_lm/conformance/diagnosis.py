@@ -199,6 +199,7 @@ _FITS = 0.15  # a family that fits less is no guess
 _THE_SAME = 0.99  # fails as a fault does, in every mark
 _NEARLY = 0.05  # how much less a fault may be alike than the best, which does not tell the two apart
 _MOST_NAMED = 3
+_OF_PARTS = {"mask", "norm", "positions", "residual"}  # guessed only of operators with such faults: silu has no mask
 _LEAST_JUDGED = 6  # fewer clauses make no pattern: too many faults fail in the same way
 _CONVENTION = re.compile(r"this is .*; if intended, declare .*")
 
@@ -230,7 +231,8 @@ def guesses(operator: str, fails: Mapping[str, Failure], likeness: Likeness) -> 
     them is sure.
     """
     own = {fault: alike for fault, alike in likeness.faults(fails).items() if fault.operator == operator}
-    scores = likeness.families(fails)
+    foreign = _OF_PARTS - {fault.family for fault in own}
+    scores = {family: score for family, score in likeness.families(fails).items() if family not in foreign}
     same = {fault.family for fault, alike in own.items() if alike >= _THE_SAME}
     best, second = sorted(scores, key=lambda family: (family not in same, -scores[family]))[:2]
     margin = scores[best] - max(score for family, score in scores.items() if family != best)

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from spec_lm.conformance.bounds import CONVENTIONS, FOLLOWED, bounded, exact_value
-from spec_lm.conformance.tolerance import Evidence, NotJudged, Output, Raised, Violation, close
+from spec_lm.conformance.tolerance import (
+    Evidence,
+    NotJudged,
+    OutOfMemory,
+    Output,
+    Raised,
+    Violation,
+    close,
+    is_out_of_memory,
+)
 from spec_lm.conformance.vjp import bounded_gradients, exact_gradients
 
 Weights = Mapping[str, Tensor]
@@ -542,6 +551,7 @@ def _guarded(function: Callable[..., Any], *arguments: Any, **options: Any) -> A
 
     Raises:
         Raised: it raised.
+        OutOfMemory: its memory ran out.
     """
     process = os.getpid()
     try:
@@ -551,6 +561,8 @@ def _guarded(function: Callable[..., Any], *arguments: Any, **options: Any) -> A
             raise  # the user's; in a process that ignores interrupts it is the implementation's
         where = _where(exception)
         traceback.clear_frames(exception.__traceback__)  # what its functions held, perhaps all memory, is free again
+        if is_out_of_memory(exception):
+            raise OutOfMemory(exception) from None
         raise Raised(exception, where) from exception
     finally:
         if os.getpid() != process:  # the call forked, and its copy of this process came back too: it ends here

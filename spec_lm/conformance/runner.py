@@ -37,7 +37,7 @@ from spec_lm.conformance.script import Origin
 from spec_lm.conformance.shards import Shard
 from spec_lm.conformance.strategies import Domain, NotJudged, from_json, plainest
 from spec_lm.conformance.surroundings import SETTINGS, current_folder, folder_to, restored, undisturbed
-from spec_lm.conformance.tolerance import Raised, Violation
+from spec_lm.conformance.tolerance import OutOfMemory, Raised, Violation
 from spec_lm.conformance.waivers import Waiver, waivers_of
 
 SIGNATURE, NO_MEMORY = "keeps_its_signature", "has_no_memory"
@@ -366,7 +366,7 @@ def why_absent(domain: Domain, checked: Checked) -> str:
     try:
         with quiet(), restored(SETTINGS):
             checked(*plainest(domain).build())
-    except NotJudged:
+    except (NotJudged, OutOfMemory):
         return ""
     except Raised as raised:
         if isinstance(raised.exception, NotImplementedError):
@@ -403,6 +403,8 @@ def run_clause(
             if search.cut_short:
                 found = _failed(clause, search, violation) if violation else None
                 outcome = cut_short(clause, found, too_long(settings.timeout))
+            elif search.out_of_memory and violation is None:
+                outcome = outcome_of(clause, "error", search.out_of_memory)
             else:
                 outcome = _judged(clause, search, violation, origin)
     except NotJudged as reason:
@@ -617,6 +619,8 @@ def replayed(clause: Clause, stored: Any, checked: Checked) -> Outcome:
             return replace(outcome_of(clause, "fails", str(violation)), **seen)
         except NotJudged as reason:
             return outcome_of(clause, "not_judged", str(reason))
+        except OutOfMemory as reason:
+            return outcome_of(clause, "error", str(reason))
         except Exception as broken:  # of the recipes: what the implementation raises is a violation
             raise ReportError(f"{clause.id}: its counterexample cannot be built: {broken}; check again") from None
     return outcome_of(clause, "holds", "")

@@ -131,28 +131,43 @@ SIZES: dict[str, tuple[Size, ...]] = {
     "transformer_lm": tuple(size for size in _MHA if size.sequence * size.d_model <= 36),
 }
 
-# Lengths at which kernels that work in blocks go wrong: one less than a block, a block, one more.
+# Lengths at which kernels that work in blocks go wrong: one less than a block, a block, one more. 1024 is whole blocks
+# of whatever size, and 1025 one more. No kernel is made for 17 heads.
 _LENGTHS = (31, 32, 33, 63, 64, 65, 127, 513)
+_LONGER = (*_LENGTHS, 1024, 1025)
 _LONG_MODELS = _model_table(
-    *(((1,), length, 1, 2, 4, 1, 5) for length in _LENGTHS[:-1]), ((2,), 130, 2, 2, 4, 1, 5), ((1,), 513, 1, 2, 2, 1, 3)
+    *(((1,), length, 1, 2, 4, 1, 5) for length in _LENGTHS[:-1]),
+    *(((2,), 130, 2, 2, 4, 1, 5), ((1,), 513, 1, 2, 2, 1, 3), ((1,), 2, 17, 2, 4, 1, 5)),
 )
 BLOCK_SIZES: dict[str, tuple[Size, ...]] = {
-    "softmax": _table("batch n", *(((), length) for length in _LENGTHS), ((3,), 130)),
-    "silu": _table("batch n", *(((), length) for length in _LENGTHS), ((3,), 130)),
-    "linear": _table("batch d_in d_out", *(((2,), n, 1) for n in _LENGTHS), ((), 3, 33), ((65,), 2, 130)),
-    "embedding": _table("batch vocab d_model", *(((n,), n, 1) for n in _LENGTHS), ((2,), 3, 33), ((3,), 5, 130)),
-    "rmsnorm": _table("batch d_model", *(((), length) for length in _LENGTHS), ((3,), 130), ((65,), 3)),
-    "swiglu": _table("batch d_model d_ff", *((((2,), 1, n)) for n in _LENGTHS), ((33,), 2, 3), ((), 65, 2)),
+    "softmax": _table("batch n", *(((), length) for length in _LONGER), ((3,), 130)),
+    "silu": _table("batch n", *(((), length) for length in _LONGER), ((3,), 130), ((), 4097)),
+    "linear": _table(
+        "batch d_in d_out",
+        *(((2,), n, 1) for n in (*_LENGTHS, 1024)),
+        *(((), 3, 33), ((65,), 2, 130), ((), 1, 1024), ((2,), 2, 4097)),
+    ),
+    "embedding": _table(
+        "batch vocab d_model",
+        *(((n,), n, 1) for n in _LENGTHS),
+        *(((2,), 3, 33), ((3,), 5, 130), ((1024,), 3, 1), ((1025,), 2, 1), ((2,), 3, 1025)),
+    ),
+    "rmsnorm": _table("batch d_model", *(((), length) for length in _LONGER), ((3,), 130), ((65,), 3)),
+    "swiglu": _table(
+        "batch d_model d_ff",
+        *((((2,), 1, n)) for n in (*_LENGTHS, 1024)),
+        *(((33,), 2, 3), ((), 65, 2), ((), 1025, 2)),
+    ),
     "rope": _table(
         "batch sequence d_k",
-        *(((), length, 2) for length in _LENGTHS),
+        *(((), length, 2) for length in _LONGER),
         *(((2,), 3, 64), ((), 2, 66), ((1, 2), 2, 128), ((3,), 130, 4)),
         max_seq_len=lambda s: 2 * s.sequence,
     ),
     "scaled_dot_product_attention": _table(
         "batch queries keys d_k d_v",
-        *(((1,), 1, length, 1, 1) for length in _LENGTHS),
-        *(((1,), length, 2, 1, 1) for length in _LENGTHS),
+        *(((1,), 1, length, 1, 1) for length in _LONGER),
+        *(((1,), length, 2, 1, 1) for length in _LONGER),
         *(
             ((1,), 33, 33, 1, 1),
             ((1,), 65, 65, 2, 1),

@@ -62,6 +62,23 @@ class Raised(Violation):
         self.exception = exception
 
 
+class OutOfMemory(Exception):
+    """An implementation ran out of memory: what it would have returned, nobody knows."""
+
+    def __init__(self, exception: BaseException) -> None:
+        super().__init__(f"it ran out of memory: {_said(exception)}")
+
+
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "Unable to allocate")  # torch on the CPU and on CUDA, NumPy
+
+
+def is_out_of_memory(exception: BaseException) -> bool:
+    """Whether an exception says that memory ran out."""
+    return isinstance(exception, MemoryError) or (
+        isinstance(exception, RuntimeError) and any(text in _said(exception) for text in _OUT_OF_MEMORY)
+    )
+
+
 def _said(exception: BaseException, longest: int = 400) -> str:
     try:
         text = str(exception)

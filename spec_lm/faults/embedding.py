@@ -128,7 +128,7 @@ def _by_way_of(dtype):
     family="precision",
     kind="ids_in_a_narrow_dtype",
     does="ids are held in bfloat16",
-    detected_by=("every_row_of_a_large_table_is_found", "long_rows"),
+    detected_by=("rows_of_a_large_table_are_found", "long_rows"),
     mistake="The batch is cast to the model's dtype as a whole; from 256 on, neighbors become one.",
 )
 def ids_in_bfloat16(token_ids, weight):
@@ -140,7 +140,7 @@ def ids_in_bfloat16(token_ids, weight):
     family="precision",
     kind="ids_in_a_narrow_dtype",
     does="ids are held in float16",
-    detected_by=("every_row_of_a_large_table_is_found",),
+    detected_by=("rows_of_a_large_table_are_found",),
     mistake="The batch is cast to the model's dtype as a whole; from 2048 on, neighbors become one.",
 )
 def ids_in_float16(token_ids, weight):
@@ -152,7 +152,7 @@ def ids_in_float16(token_ids, weight):
     family="precision",
     kind="ids_in_a_narrow_dtype",
     does="ids are held in int16",
-    detected_by=("every_row_of_a_large_table_is_found",),
+    detected_by=("rows_of_a_large_table_are_found",),
     mistake="Enough for a vocabulary of 32768; data files of uint16 are read so too.",
 )
 def ids_in_int16(token_ids, weight):
@@ -252,9 +252,22 @@ def columns_beyond_whole_blocks_not_copied(token_ids, weight):
 @fault(
     EMBEDDING,
     family="boundary",
+    kind="beyond_a_block_not_written",
+    does="columns from the 1025th on are 0",
+    detected_by=("reversing_ids_and_columns",),
+    mistake="One block of threads is launched for each row, and no loop follows.",
+)
+def columns_beyond_1024_not_copied(token_ids, weight):
+    rows = functional.embedding(token_ids, weight[:, :1024])
+    return F.pad(rows, (0, weight.shape[1] - rows.shape[-1]))
+
+
+@fault(
+    EMBEDDING,
+    family="boundary",
     kind="tail_left_out",
     does="ids beyond the last whole block of 64 get rows of zeros",
-    detected_by=("reversing_ids_and_columns", "any_length"),
+    detected_by="reversing_ids_and_columns",
     mistake="The block loop runs over whole blocks only.",
 )
 def ids_beyond_whole_blocks_not_looked_up(token_ids, weight):

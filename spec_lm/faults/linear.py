@@ -189,6 +189,19 @@ def outputs_beyond_64_not_written(x, weight):
     LINEAR,
     family="boundary",
     kind="beyond_a_block_not_written",
+    does="outputs from the 1025th on are 0",
+    detected_by=("reversing_rows_features_and_outputs",),
+    mistake="The grid is made for d_model, and the head of a language model has a vocabulary of outputs.",
+)
+def outputs_beyond_1024_not_written(x, weight):
+    y = functional.linear(x, weight[:1024])
+    return F.pad(y, (0, weight.shape[0] - y.shape[-1]))
+
+
+@fault(
+    LINEAR,
+    family="boundary",
+    kind="beyond_a_block_not_written",
     does="rows from the 65th on are 0",
     detected_by=("reversing_rows_features_and_outputs",),
     mistake="The grid is made for the batch of the benchmark.",

@@ -180,7 +180,7 @@ def window_of_64_tokens(x, w_q, w_k, w_v, w_o, num_heads):
     MHA,
     family="boundary",
     does="lets the tokens after the last whole block of 64 see one another",
-    detected_by=("running_means_at_any_length", "any_length"),
+    detected_by="running_means_at_any_length",
     mistake="The last, partial block is masked for its length, and not for causality.",
     report="pytorch/executorch#9105",
 )
@@ -799,3 +799,22 @@ _OUTPUT_WEIGHTS: dict[Any, torch.Tensor] = {}
 def output_weight_cached_by_size(x, w_q, w_k, w_v, w_o, num_heads):
     w_o = _OUTPUT_WEIGHTS.setdefault((w_o.shape, w_o.dtype), w_o.clone())
     return _attend(x, w_q, w_k, w_v, w_o, num_heads)
+
+
+# ---------------------------------------------------------------------------------------------------------------- sizes
+
+
+@fault(
+    MHA,
+    family="boundary",
+    does="heads from the 9th on are 0",
+    detected_by="running_means_at_any_length",
+    mistake="The grid is made for the model that the kernel was written for.",
+)
+def heads_beyond_8_not_written(x, w_q, w_k, w_v, w_o, num_heads):
+    return _attend(x, w_q, w_k, w_v, w_o, num_heads, merge=eight_merged)
+
+
+def eight_merged(heads):
+    """The first eight heads side by side, and zeros for the others."""
+    return merge_heads(torch.cat([heads[..., :8, :, :], torch.zeros_like(heads[..., 8:, :, :])], -3))

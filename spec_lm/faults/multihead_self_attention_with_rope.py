@@ -8,6 +8,7 @@ from unittest.mock import patch
 import torch
 
 from spec_lm.faults import fault
+from spec_lm.faults import multihead_self_attention as plain
 from spec_lm.faults import scaled_dot_product_attention as attention
 from spec_lm.reference import functional
 from spec_lm.reference.functional import causal_mask, linear, merge_heads, scaled_dot_product_attention, split_heads
@@ -1028,3 +1029,18 @@ def table_cached_without_theta(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_
     table = _TABLES[key][:, _counted(x, positions).unsqueeze(-2)]
     turn = partial(functional.rotate_pairs, table=table)
     return _attend(x, w_q, w_k, w_v, w_o, num_heads, query=turn, key=turn)
+
+
+# ---------------------------------------------------------------------------------------------------------------- sizes
+
+
+@fault(
+    MHA,
+    family="boundary",
+    does="heads from the 9th on are 0",
+    detected_by="running_means_at_any_length",
+    mistake="The grid is made for the model that the kernel was written for.",
+)
+def heads_beyond_8_not_written(x, w_q, w_k, w_v, w_o, num_heads, theta, max_seq_len, positions=None):
+    turn = _rotation(x, positions, theta, max_seq_len)
+    return _attend(x, w_q, w_k, w_v, w_o, num_heads, query=turn, key=turn, merge=plain.eight_merged)

@@ -1062,6 +1062,19 @@ def keys_after_whole_blocks_left_out(query, key, value, mask=None):
 @fault(
     ATTENTION,
     family="boundary",
+    kind="last_of_whole_blocks_left_out",
+    does="of whole blocks of 128 keys the last key is left out",
+    detected_by=("reversing_queries_and_keys_at_any_length",),
+    mistake="The rest of the last block is keys % 128, which is 0 for a whole one, and its end is counted from that.",
+)
+def last_key_of_whole_blocks_left_out(query, key, value, mask=None):
+    keys = key.shape[-2]
+    return _with_keys(query, key, value, mask, torch.arange(keys - (keys % 128 == 0)))
+
+
+@fault(
+    ATTENTION,
+    family="boundary",
     kind="tail_counted_twice",
     does="of more than 512 keys the last block reaches back to be whole, and counts what it shares twice",
     detected_by=("zero_queries_average_at_any_length", "reversing_queries_and_keys_at_any_length"),

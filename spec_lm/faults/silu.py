@@ -306,6 +306,18 @@ def tail_left_as_it_was(x):
 @fault(
     SILU,
     family="boundary",
+    kind="beyond_a_block_not_written",
+    does="entries from the 1025th on are 0",
+    detected_by="reversing_entries_reverses_outputs",
+    mistake="One block of threads is launched, and no loop follows.",
+)
+def entries_beyond_1024_not_written(x):
+    return torch.cat([functional.silu(x[..., :1024]), torch.zeros_like(x[..., 1024:])], -1)
+
+
+@fault(
+    SILU,
+    family="boundary",
     kind="tail_left_out",
     does="the last of an odd number of entries comes back as it was",
     detected_by=("mirror_images_differ_by_the_input", "agrees_with_the_oracle"),

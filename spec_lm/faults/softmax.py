@@ -317,6 +317,20 @@ def one_block_too_many(x, dim):
 @fault(
     SOFTMAX,
     family="boundary",
+    kind="last_of_whole_blocks_left_out",
+    does="the sum of whole blocks of 128 leaves the last entry out",
+    detected_by=("sums_to_one_at_any_length", "any_length"),
+    mistake="The rest of the last block is n % 128, which is 0 for a whole one, and its end is counted from that.",
+)
+def last_entry_of_whole_blocks_left_out(x, dim):
+    exponentials, n = _exponentials(x, dim), x.shape[dim]
+    seen = exponentials.narrow(dim, 0, n - (n % 128 == 0))
+    return (exponentials / seen.sum(dim, keepdim=True)).to(x.dtype)
+
+
+@fault(
+    SOFTMAX,
+    family="boundary",
     kind="beyond_a_block_not_read",
     does="the sum sees no more than 512 entries",
     detected_by=("sums_to_one_at_any_length", "long_rows"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spec_lm.faults import fault
+from spec_lm.faults import multihead_self_attention as heads_faults
 from spec_lm.faults import scaled_dot_product_attention as attention_faults
 from spec_lm.reference import functional
 from spec_lm.reference.functional import (
@@ -1126,3 +1127,18 @@ def empty_batch_gives_zeros(x, weights, num_heads, theta, max_seq_len):
     if x.numel() == 0:
         return x.new_zeros(1, *x.shape[1:])
     return functional.transformer_block(x, weights, num_heads, theta, max_seq_len)
+
+
+# ---------------------------------------------------------------------------------------------------------------- sizes
+
+
+@fault(
+    BLOCK,
+    family="boundary",
+    does="heads from the 9th on are 0",
+    detected_by="running_means_at_any_length",
+    mistake="The grid is made for the model that the kernel was written for.",
+)
+def heads_beyond_8_not_written(x, weights, num_heads, theta, max_seq_len):
+    with patch.object(functional, "merge_heads", heads_faults.eight_merged):
+        return functional.transformer_block(x, weights, num_heads, theta, max_seq_len)

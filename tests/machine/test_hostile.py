@@ -63,7 +63,7 @@ ENDING = {
     "kills its group": Case("os.killpg(0, signal.SIGKILL)", "error", "SIGKILL"),
     "sets an interval timer": Case("signal.setitimer(signal.ITIMER_REAL, 0.1); time.sleep(1)", "error", "SIGALRM"),
     "closes every file": Case("os.closerange(0, 256); return GOOD", "error", "exit code 1"),
-    "takes all memory": Case("kept = [torch.empty(2**26) for _ in range(2**20)]", "fails", "raised"),
+    "takes all memory": Case("kept = [torch.empty(2**26) for _ in range(2**20)]", "error", "ran out of memory"),
     "leaves processes": Case(
         "left(subprocess.Popen(['sleep', '1000']).pid)\n"
         "    left(subprocess.Popen(['sleep', '1000'], env={}, start_new_session=True, stdout=-3, stderr=-3).pid)\n"

@@ -148,6 +148,17 @@ def test_whatever_an_implementation_raises_on_legal_input_is_a_failure(exception
     assert f"raised {type(exception).__name__}: " in outcome.message
 
 
+def test_memory_that_runs_out_is_an_error_and_no_failure():
+    """One-hot rows of a large vocabulary are right, and too large for some machines."""
+
+    def softmax(x, dim):
+        return torch.empty(2**50, dtype=torch.uint8) if x.numel() > 1 else torch.softmax(x, dim)
+
+    outcome = only(check(softmax))
+    assert outcome.outcome == "error"
+    assert "it ran out of memory: " in outcome.message
+
+
 def test_an_exception_whose_text_raises_is_a_failure_too():
     class Broken(Exception):
         def __str__(self):
