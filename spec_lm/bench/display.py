@@ -29,7 +29,7 @@ def ceilings(results: Results) -> str:
     for (kind, dtype), rate in results.ceilings.items():
         what, unit = (f"products in {dtype}", "FLOP/s") if kind == "product" else ("copies", "B/s")
         sessions = results.ceilings_of_sessions(kind, dtype)
-        within = f" (in a session {_si(min(sessions))} .. {_si(max(sessions))}{unit})" if sessions else ""
+        within = f" (in a session {_si(min(sessions))}{unit} .. {_si(max(sessions))}{unit})" if sessions else ""
         found.append(f"{what} {_si(rate)}{unit}{within}")
     return "ceilings: " + ", ".join(found)
 
