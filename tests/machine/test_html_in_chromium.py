@@ -124,9 +124,11 @@ def test_filters_of_outcome_level_operator_and_text_narrow_what_is_shown(page):
 
 
 def test_a_cell_of_the_matrix_leads_to_a_clause_that_filters_hide(page):
-    page.click("input[value=holds]")
-    page.click("#report-1 .cells a.holds")
-    assert len(page.shown) == 10
+    """At once, and again: the second time the address does not change."""
+    for _ in range(2):
+        page.click("input[value=holds]")
+        page.read("document.querySelector('#report-1 .cells a.holds').click()")
+        assert len(page.shown) == 10
     assert page.read("document.querySelectorAll('details[open]').length") == 1
 
 

@@ -25,9 +25,9 @@ function filter() {
   document.getElementById("shown").textContent = `${shown} of ${clauses.length} shown`;
 }
 
-// A cell of the matrix leads to its clause, even where filters hide it.
-function reveal() {
-  const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+// A cell of the matrix leads to its clause, even where filters hide it, and once more when it was there before.
+function reveal(hash) {
+  const target = document.getElementById(decodeURIComponent(hash.slice(1)));
   const clause = target && target.closest("details.clause");
   if (!clause) return;
   if (clause.hidden) { form.reset(); filter(); }
@@ -42,7 +42,8 @@ toggle.addEventListener("click", () => {
   for (const clause of clauses) if (!clause.hidden) clause.open = open;
   toggle.textContent = open ? "Close all" : "Open all";
 });
-window.addEventListener("hashchange", reveal);
+for (const cell of cells.values()) cell.addEventListener("click", () => reveal(cell.hash));
+window.addEventListener("hashchange", () => reveal(location.hash));
 form.hidden = false;
 filter();
-reveal();
+reveal(location.hash);
