@@ -65,7 +65,7 @@ def bench(
     Exit code: 0 measured, 1 slower than the baseline allows, 2 it could not be measured.
     """
     with mendable():
-        _refuse_without_extra()
+        _refuse_without("pytest-benchmark", "times")  # before anything of the bench is imported, which needs it
         from spec_lm.bench.results import Results, changes, read
         from spec_lm.bench.run import Asked, run
         from spec_lm.conformance.implementation import grouped
@@ -86,10 +86,10 @@ def bench(
         raise typer.Exit(1)
 
 
-def _refuse_without_extra() -> None:
-    """Before anything of the bench is imported, which needs them."""
-    if not (find_spec("pytest") and find_spec("pytest_benchmark")):
-        raise UserError("pytest-benchmark is not installed, which times; install spec-lm[bench]")
+def _refuse_without(library: str, does: str) -> None:
+    """Say what to install where a library of the extra is not there."""
+    if not find_spec(library.replace("-", "_")):
+        raise UserError(f"{library} is not installed, which {does}; install spec-lm[bench]")
 
 
 def _allowed(percent: str | None, baseline: Path | None) -> float | None:
@@ -107,8 +107,7 @@ def _allowed(percent: str | None, baseline: Path | None) -> float | None:
 def _folder(report: Path | None) -> Path | None:
     """The folder to write to, made before anything runs, so that a wrong path is told at once."""
     if report is not None:
-        if not find_spec("matplotlib"):
-            raise UserError("matplotlib is not installed, which draws the plots of a report; install spec-lm[bench]")
+        _refuse_without("matplotlib", "draws the plots of a report")
         try:
             report.mkdir(parents=True, exist_ok=True)
         except OSError as error:

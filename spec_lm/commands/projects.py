@@ -200,12 +200,12 @@ def _text_with(waivers: dict[str, "Waiver"], path: Path | None, of: Sequence[str
 
 def _seen_from(folder: Path, named: Sequence[str]) -> str | list[str]:
     """An implementation as a file in this folder names it: a path from there on."""
-    from spec_lm.conformance.implementation import is_pair, looks_like_a_path
+    from spec_lm.conformance.implementation import is_pair, is_path
 
     if is_pair(named[0]):
         return list(named)
     spec = named[0]
-    return Path(os.path.relpath(spec, folder)).as_posix() if looks_like_a_path(spec) or Path(spec).exists() else spec
+    return Path(os.path.relpath(spec, folder)).as_posix() if is_path(spec) else spec
 
 
 def _make_table(holder: Any, name: str) -> None:

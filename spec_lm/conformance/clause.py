@@ -223,9 +223,9 @@ class Search:
         Raises:
             Violation: of the kind first found; it carries its recipes.
         """
-        key = tuple(recipes.items())
         if self.out_of_memory:
             return
+        key = tuple(recipes.items())
         if key not in self._seen:
             if time.monotonic() > self.ends:
                 self.cut_short = True

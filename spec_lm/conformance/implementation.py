@@ -73,7 +73,7 @@ def loaded(spec: Any) -> Iterator[Implementation]:
     elif isinstance(spec, tuple | list):
         with _folders_on_path([Path.cwd()]):
             yield _from_pairs([str(pair) for pair in spec])
-    elif isinstance(spec, Path) or (isinstance(spec, str) and _is_path(spec)):
+    elif isinstance(spec, Path) or (isinstance(spec, str) and is_path(spec)):
         path = _existing(spec)
         with _importable(path) as module:
             yield from_object(module, str(spec), _place_of_file(path))
@@ -172,7 +172,8 @@ def looks_like_a_path(spec: str) -> bool:
     return spec.endswith(".py") or "/" in spec or "\\" in spec
 
 
-def _is_path(spec: str) -> bool:
+def is_path(spec: str) -> bool:
+    """Whether text is the path of a file or a folder, there or not."""
     return not is_pair(spec) and (looks_like_a_path(spec) or Path(spec).is_dir())
 
 

@@ -103,7 +103,8 @@ def _constant(value: Tensor, shape: str, tensor: Tensor) -> Iterator[str]:
 
 def _counted(flat: Tensor) -> Tensor:
     """Whole numbers, one after the other, from the first entry on; nothing where that is none."""
-    if flat.is_floating_point() and len(flat) and not (float(flat[0]).is_integer() and abs(float(flat[0])) < 2**23):
+    first = float(flat[0]) if len(flat) else 0.0
+    if flat.is_floating_point() and not (first.is_integer() and abs(first) < 2**23):
         return flat[:0]
     return flat[:1] + torch.arange(len(flat), dtype=flat.dtype)
 

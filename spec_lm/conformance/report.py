@@ -202,9 +202,14 @@ def outcome_from(line: Mapping[str, Any]) -> Outcome:
     return Outcome(**{**known, "worst": float(known.get("worst", 0.0))})
 
 
+def _line_text(line: Mapping[str, Any]) -> str:
+    """A line of a report's file as JSON."""
+    return json.dumps(_plain(line), allow_nan=False)
+
+
 def outcome_text(outcome: Outcome) -> str:
     """An outcome as JSON, for another process."""
-    return json.dumps(_plain(outcome_line(outcome)), allow_nan=False)
+    return _line_text(outcome_line(outcome))
 
 
 def outcome_of_text(text: str) -> Outcome:
@@ -215,7 +220,7 @@ def outcome_of_text(text: str) -> Outcome:
 def write_lines(file: TextIO, lines: Iterable[Mapping[str, Any]]) -> None:
     """Append lines to a report's file, each whole."""
     for line in lines:
-        file.write(json.dumps(_plain(line), allow_nan=False) + "\n")
+        file.write(_line_text(line) + "\n")
         file.flush()
 
 

@@ -181,7 +181,12 @@ def features_beyond_1024_left_out(x, weight):
     mistake="One block of threads is launched for each row, and no loop follows.",
 )
 def outputs_beyond_64_not_written(x, weight):
-    y = functional.linear(x, weight[:64])
+    return _first_outputs(64, x, weight)
+
+
+def _first_outputs(most, x, weight):
+    """No more outputs than so many; zeros for the others."""
+    y = functional.linear(x, weight[:most])
     return F.pad(y, (0, weight.shape[0] - y.shape[-1]))
 
 
@@ -194,8 +199,7 @@ def outputs_beyond_64_not_written(x, weight):
     mistake="The grid is made for d_model, and the head of a language model has a vocabulary of outputs.",
 )
 def outputs_beyond_1024_not_written(x, weight):
-    y = functional.linear(x, weight[:1024])
-    return F.pad(y, (0, weight.shape[0] - y.shape[-1]))
+    return _first_outputs(1024, x, weight)
 
 
 @fault(

@@ -323,9 +323,14 @@ def one_block_too_many(x, dim):
     mistake="The rest of the last block is n % 128, which is 0 for a whole one, and its end is counted from that.",
 )
 def last_entry_of_whole_blocks_left_out(x, dim):
-    exponentials, n = _exponentials(x, dim), x.shape[dim]
-    seen = exponentials.narrow(dim, 0, n - (n % 128 == 0))
-    return (exponentials / seen.sum(dim, keepdim=True)).to(x.dtype)
+    n = x.shape[dim]
+    return _over_the_first(n - (n % 128 == 0), x, dim)
+
+
+def _over_the_first(seen, x, dim):
+    """The sum in the denominator sees so many entries."""
+    exponentials = _exponentials(x, dim)
+    return (exponentials / exponentials.narrow(dim, 0, seen).sum(dim, keepdim=True)).to(x.dtype)
 
 
 @fault(
@@ -337,9 +342,7 @@ def last_entry_of_whole_blocks_left_out(x, dim):
     mistake="One block of threads is launched for each slice, and no loop follows.",
 )
 def sum_of_512_entries(x, dim):
-    exponentials = _exponentials(x, dim)
-    seen = exponentials.narrow(dim, 0, min(512, x.shape[dim]))
-    return (exponentials / seen.sum(dim, keepdim=True)).to(x.dtype)
+    return _over_the_first(min(512, x.shape[dim]), x, dim)
 
 
 # -------------------------------------------------------------------------------------------------- another function
